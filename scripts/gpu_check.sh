@@ -10,9 +10,10 @@
 #   build            compiles with nvcc; fails on spills
 #   check            tries every operator once
 #   calibrate        rates, gaps and the clock that predictions are made of: a minute
-#   tests            the GPU tests of tests/cuda, by a process for every four thirds of a core; one
-#                    whose device is lost ends, and another goes on (tests/cuda/conftest.py)
-#   tests_FILE       of tests/cuda/test_FILE.py only; not among the parts that run by default
+#   tests            the GPU tests of tests/cuda and tests/ops, by a process for every four thirds of
+#                    a core; one whose device is lost ends, and another goes on
+#                    (tests/support/gpu_hooks.py)
+#   tests_FILE       of the files test_FILE.py only; not among the parts that run by default
 #   large            those that need 12 to 32 GiB of GPU memory, one after the other
 #   memcheck_FILE    small ones of them under compute-sanitizer, of which EVERY=8 takes every eighth
 #   racecheck_FILE   the same, for races in shared memory
@@ -46,8 +47,17 @@ if [[ ${1:-} == --dry ]]; then
   shift
 fi
 
-# parts_of KIND TEXT: a part for each file of GPU tests with this text.
-parts_of() { grep -l "$2" tests/cuda/test_*.py | sed "s|.*/test_\(.*\)\.py|$1_\1|"; }
+# parts_of KIND TEXT: a part for each name of files of GPU tests with this text.
+parts_of() {
+  { ls tests/cuda/test_*.py && grep -l 'backend: Backend' tests/ops/test_*.py; } |
+    xargs grep -l "$2" | sed "s|.*/test_\(.*\)\.py|$1_\1|" | sort -u
+}
+
+# files_of PART...: the files of parts with such names.
+files_of() {
+  local part
+  for part in "$@"; do ls tests/{cuda,ops}/"test_${part#*_}.py" 2>/dev/null; done
+}
 
 mapfile -t all < <(
   printf '%s\n' build check calibrate tests large
@@ -183,8 +193,10 @@ PY
   under+=(--kernel-name kns=bert_unpad --report-api-errors no)
   under+=(--launch-timeout 0 --target-processes all)
   # The files are those of `tests`.
+  local found
+  mapfile -t found < <(files_of "$part")
   [ -n "$dry" ] || BERT_UNPAD_TEST_EVERY=${EVERY:-1} \
-    tests "$part" "gpu and sanitizer" -x "tests/cuda/test_${part#*_}.py"
+    tests "$part" "gpu and sanitizer" -x "${found[@]}"
   under=()
 }
 
@@ -217,12 +229,14 @@ for part in "${parts[@]}"; do
           *) others+=("$file") ;;
         esac
       done
-      ordered=("${first[@]}" "${others[@]}")
-      ordered=("${ordered[@]/#tests_/tests/cuda/test_}")
-      spread tests "gpu and not large" "$processes" "${ordered[@]/%/.py}"
+      mapfile -t ordered < <(files_of "${first[@]}" "${others[@]}")
+      spread tests "gpu and not large" "$processes" "${ordered[@]}"
       ;;
-    tests_*) spread "$part" "gpu and not large" "$processes" "tests/cuda/test_${part#tests_}.py" ;;
-    large) spread large "gpu and large" 1 tests/cuda ;;
+    tests_*)
+      mapfile -t found < <(files_of "$part")
+      spread "$part" "gpu and not large" "$processes" "${found[@]}"
+      ;;
+    large) spread large "gpu and large" 1 tests/cuda tests/ops ;;
     memcheck_* | racecheck_*) sanitizer "$part" ;;
     benchmarks_model)
       # The last contenders are compiled, which takes up to two minutes each.

@@ -140,5 +140,5 @@ if [[ $# -eq 0 ]]; then
   set -- tests/ops tests/test_build.py
 fi
 # QEMU does not enforce the limit on memory that the deselected test sets.
-"$EMULATED" -m pytest "$@" --deselect \
+"$EMULATED" -m pytest -m "not gpu_model" "$@" --deselect \
   tests/ops/test_safety.py::test_a_failed_allocation_of_scratch_memory_keeps_its_message

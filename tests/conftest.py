@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import gpu_hooks
 from tests.support.seeds import SEED, derived
 
 
@@ -18,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(gpu_hooks)
     seed = config.getoption("--seed")
     if seed is not None:
         if not 0 <= seed < 2**32:

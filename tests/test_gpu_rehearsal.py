@@ -14,7 +14,8 @@ from tests.support.processes import TIMEOUT
 
 @pytest.mark.slow
 def test_one_case_of_each_gpu_test():
-    command = [sys.executable, "-m", "pytest", "-p", "tests.support.gpu_rehearsal", "tests/cuda"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.gpu_rehearsal"]
+    command += ["tests/cuda", "tests/ops"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
@@ -49,7 +50,7 @@ def test_kernel(number):
 )
 def test_a_test_that_loses_the_device_is_the_only_one_to_fail(tmp_path, processes, ended):
     """The kernel's error may show after its test: that has passed, and its process crashed."""
-    imported = "from tests.cuda.conftest import pytest_runtest_protocol"
+    imported = "from tests.support.gpu_hooks import pytest_runtest_protocol"
     (tmp_path / "conftest.py").write_text(imported)
     (tmp_path / "test_some.py").write_text(LOST)
     (tmp_path / "pytest.ini").touch()  # whatever options are in folders above

@@ -63,13 +63,15 @@ BU_EXPORT int optim_scale(int64_t count, void* const* data, const int64_t* sizes
 }
 
 // `numbers`: beta1, beta2, eps, weight_decay, max_grad_norm; `flags`: decoupled, bias_correction,
-// grad_averaging, ratio (0: one, 1: LAMB's, 2: StableAdamW's), nesterov, maximize. Two passes where
-// `sums` is given, else Adam.
+// grad_averaging, ratio (0: one, 1: LAMB's, 2: StableAdamW's), nesterov, maximize. Adam where
+// there are no `sums`, else the first pass, which leaves them and `coefficients`, the second, or
+// both.
 BU_EXPORT int optim_update(int64_t count, void* const* arrays, const int64_t* sizes,
                            int64_t param_dtype, int64_t grad_dtype, const double* numbers,
                            const int64_t* flags, const float* lr, const float* grad_scale,
                            const float* norm, const float* own_norms, int64_t* skipped,
-                           float* coefficients, float* partials, float* sums) {
+                           float* coefficients, float* partials, float* sums, int first,
+                           int second) {
   return bert_unpad::block_model::guarded([&] {
     const Lists lists(count, arrays, sizes);
     const UpdateRule rule{numbers[0],    numbers[1],    numbers[2],
@@ -77,16 +79,18 @@ BU_EXPORT int optim_update(int64_t count, void* const* arrays, const int64_t* si
                           flags[1] != 0, flags[2] != 0, static_cast<bert_unpad::Ratio>(flags[3]),
                           flags[4] != 0, flags[5] != 0};
     auto* rows = reinterpret_cast<Coefficients*>(coefficients);
-    cuda::advance_steps("test", rule, lists.steps,
-                        {lr, false, nullptr, grad_scale, norm, own_norms, skipped}, rows, nullptr);
+    if (first)
+      cuda::advance_steps("test", rule, lists.steps,
+                          {lr, false, nullptr, grad_scale, norm, own_norms, skipped}, rows,
+                          nullptr);
     const cuda::UpdateCall call{
         "test",        rule, static_cast<DType>(param_dtype), static_cast<DType>(grad_dtype),
         lists.tensors, rows};
     if (sums == nullptr) return cuda::adam(call, nullptr);
     const auto moments =
         rule.ratio == bert_unpad::Ratio::kRmsClip ? cuda::stable_adamw_moments : cuda::lamb_moments;
-    moments(call, partials, sums, nullptr);
-    cuda::apply_ratios(call, sums, nullptr);
+    if (first) moments(call, partials, sums, nullptr);
+    if (second) cuda::apply_ratios(call, sums, nullptr);
   });
 }
 

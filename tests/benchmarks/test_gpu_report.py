@@ -66,13 +66,14 @@ esac
 def check(tmp_path):
     """Runs a copy of the script with a Python that only notes its calls, of which test_loss.py
     fails; returns what came of it and the calls."""
-    for folder in ("scripts", "tests/cuda"):
+    for folder in ("scripts", "tests/cuda", "tests/ops"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "scripts/gpu_check.sh", tmp_path / "scripts")
-    texts = {"loss": "def test_", "loss_sums": "mark.sanitizer def test_", "no": ""}
-    texts["norm"] = texts["loss_sums"]
+    both = "mark.sanitizer def test_(backend: Backend)"
+    texts = {"cuda/test_loss": "def test_", "ops/test_loss": "def test_", "cuda/test_no": ""}
+    texts |= dict.fromkeys(["cuda/test_loss_sums", "ops/test_norm", "cuda/test_norm"], both)
     for name, text in texts.items():
-        (tmp_path / f"tests/cuda/test_{name}.py").write_text(text)
+        (tmp_path / f"tests/{name}.py").write_text(text)
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -99,10 +100,11 @@ def test_a_part_that_fails_does_not_keep_others_from_running(check):
     # Other tests than the large ones by several processes; what others stand on comes first.
     patterns = [
         r"-m gpu and not large --junitxml=\S+/tests.xml -n \d+ .* tests/cuda/test_norm.py "
-        "tests/cuda/test_loss.py tests/cuda/test_loss_sums.py",
+        "tests/ops/test_norm.py tests/cuda/test_loss.py tests/ops/test_loss.py "
+        "tests/cuda/test_loss_sums.py",
         r"-m gpu and not large --junitxml=\S+/tests_loss_sums.xml -n \d+ .* "
         "tests/cuda/test_loss_sums.py",
-        r"-m gpu and large --junitxml=\S+/large.xml -n 1 .* tests/cuda",
+        r"-m gpu and large --junitxml=\S+/large.xml -n 1 .* tests/cuda tests/ops",
     ]
     for command, pattern in zip(spread, patterns, strict=True):
         assert re.fullmatch(f"-m pytest -rs {pattern}", command)
@@ -218,5 +220,6 @@ def test_parts_are_checked_before_anything_runs():
     said, _, listed = done.stderr.partition("; parts: ")
     assert said == "gpu_check: unknown part 'speed'"
     parts = set(listed.split())
-    assert {f"tests_{path.stem[5:]}" for path in (ROOT / "tests/cuda").glob("test_*.py")} <= parts
+    paths = (*(ROOT / "tests/cuda").glob("test_*.py"), ROOT / "tests/ops/test_glu.py")
+    assert {f"tests_{path.stem[5:]}" for path in paths} <= parts
     assert {f"benchmarks_{op}" for op in ("attention", *ops.CUDA_CASES)} <= parts

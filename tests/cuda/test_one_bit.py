@@ -1,150 +1,25 @@
-"""Packed signs, updates by a frozen variance, and the optimizers on them, on a GPU."""
+"""Optimizers by packed signs and a frozen variance on a GPU."""
 
 from __future__ import annotations
 
-import math
-import subprocess
-import sys
-from importlib.util import find_spec
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bert_unpad import ops
 from bert_unpad.experimental import ZeroOneAdam
 from bert_unpad.optim import OneBitAdam, OneBitLAMB
 from tests.support.cuda_checks import GPU_ONLY, assert_runs_on_the_current_stream
-from tests.support.frozen_reference import BETAS, EPS, FrozenRule, draw, frozen_adam, frozen_lamb
-from tests.support.optim_reference import State
 from tests.support.seeds import derived
-from tests.support.signs import pack, rms, signs
-
-built = pytest.mark.skipif(find_spec("bert_unpad._C_cuda") is None, reason="built without nvcc")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-OPERATORS = ("sign_scale", "sign_pack_", "sign_mean_", "sign_unpack_", "frozen_adam_")
-OPERATORS += ("frozen_lamb_sums_",)
-
-
-@built
-def test_kernels_are_built_and_registered():
-    """In its own process: elsewhere the CUDA module is loaded under a CUDA PyTorch only."""
-    code = f"""
-import torch, bert_unpad
-from bert_unpad import _C_cuda
-for op in {OPERATORS}:
-    print(torch._C._dispatch_has_kernel_for_dispatch_key(f"bert_unpad::{{op}}", "CUDA"))
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
-    assert out.stdout.split() == ["True"] * len(OPERATORS)
 
 
 class TestSigns:
     pytestmark = GPU_ONLY
 
-    @pytest.mark.sanitizer
-    @pytest.mark.parametrize("size", [0, 5, 300, 65_537, 3_000_001])
-    @pytest.mark.parametrize("dtype", [*DTYPES, None])
-    def test_scale_bits_and_error(self, dtype: torch.dtype | None, size: int):
-        for shift in (0, 1):
-            error = torch.randn(size + shift, device="cuda")[shift:]
-            value = None
-            if dtype is not None:
-                value = torch.randn(size + shift, device="cuda").to(dtype)[shift:]
-            before, scale = error.cpu(), ops.sign_scale(value, error)
-            own = None if value is None else value.cpu()
-            whole = before if own is None else own.float() + before
-            assert float(scale) == pytest.approx(float(rms(whole)), rel=1e-5)
-            bits = torch.full((-(-size // 8),), 255, dtype=torch.uint8, device="cuda")
-            ops.sign_pack_(value, error, bits, scale)
-            want_bits, want_error = pack(own, before, scale.cpu())
-            assert torch.equal(bits.cpu(), want_bits)
-            assert torch.equal(error.cpu(), want_error)
-
-    @pytest.mark.sanitizer
-    @pytest.mark.parametrize("rows", [1, 3])
-    @pytest.mark.parametrize("size", [7, 65_537])
-    def test_means_and_parts(self, size: int, rows: int):
-        bits = torch.randint(256, (rows, -(-size // 8)), dtype=torch.uint8)
-        scales = torch.rand(rows)
-        weighed = signs(bits) * scales[:, None]
-        for shift in (0, 1):
-            out = torch.ones(size + shift, device="cuda")[shift:]
-            ops.sign_mean_(bits.cuda(), scales.cuda(), out, factor=1.0, add=True)
-            torch.testing.assert_close(out.cpu(), 1 + weighed.sum(0)[:size], rtol=1e-6, atol=1e-6)
-            out = torch.ones(rows * size + shift, device="cuda")[shift:]
-            ops.sign_unpack_(bits.cuda(), scales.cuda(), out)
-            assert torch.equal(out.cpu(), weighed.flatten()[: rows * size])
-
-    def test_a_guard_that_is_not_finite(self):
-        error, guard = torch.randn(300, device="cuda"), torch.tensor(math.nan, device="cuda")
-        before, bits = error.clone(), torch.zeros(38, dtype=torch.uint8, device="cuda")
-        ops.sign_pack_(None, error, bits, torch.ones_like(guard), guard=guard)
-        ops.sign_mean_(bits[None], torch.ones(1, device="cuda"), error, guard=guard)
-        assert torch.equal(error, before)
-        assert not bits.any()
-
     def test_current_stream(self):
         assert_runs_on_the_current_stream(
             lambda error: [ops.sign_scale(None, error)], torch.randn(1 << 20, device="cuda")
         )
-
-
-def _on_gpu(state: State) -> State:
-    for name in ("params", "masters", "exp_avgs", "exp_avg_sqs", "steps"):
-        setattr(state, name, [tensor.cuda() for tensor in getattr(state, name)])
-    return state
-
-
-class TestFrozen:
-    pytestmark = GPU_ONLY
-
-    @pytest.mark.sanitizer
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("averaged", [False, True])
-    def test_frozen_adam(self, dtype: torch.dtype, averaged: bool):
-        sizes = [(2 * 16384 + 5,), (3,), (0,), *[(64,)] * 70]
-        rule = FrozenRule(averaged=averaged, lr=tuple(0.01 * (1 + i % 2) for i in range(73)))
-        state = draw(sizes, dtype, masters=dtype != torch.float32)
-        grads = [torch.randn(p.shape) for p in state.params]
-        weights, momenta = frozen_adam(state, grads, rule)
-        state = _on_gpu(state)
-        ops.frozen_adam_(
-            state.params,
-            [grad.cuda() for grad in grads],
-            *(state.exp_avgs, state.exp_avg_sqs, state.steps),
-            masters=state.masters,
-            lr=torch.tensor(rule.lr).cuda(),
-            grad_scale=torch.tensor(rule.grad_scale).cuda(),
-            betas=BETAS,
-            eps=EPS,
-            weight_decay=rule.weight_decay,
-            averaged=averaged,
-        )
-        got: list[Tensor] = state.masters or state.params
-        for i, want in enumerate(weights):
-            torch.testing.assert_close(got[i].cpu().double(), want, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(
-                state.exp_avgs[i].cpu().double(), momenta[i], rtol=1e-5, atol=1e-6
-            )
-
-    @pytest.mark.sanitizer
-    def test_frozen_lamb_sums(self):
-        state = draw([(2 * 16384 + 5,), (3,), (0,), *[(64,)] * 70], torch.float32, masters=False)
-        fresh = [torch.rand(p.shape) + 0.05 for p in state.params]
-        momenta = [torch.randn(p.shape) for p in state.params]
-        lists = (state.params, momenta, state.exp_avgs, state.exp_avg_sqs)
-        wanted = [frozen_lamb(*row, 0.1) for row in zip(*lists, fresh, strict=True)]
-        fresh = [tensor.cuda() for tensor in fresh]
-        sums = ops.frozen_lamb_sums_(
-            *([tensor.cuda() for tensor in tensors] for tensors in lists),
-            fresh,
-            **{"betas": BETAS, "eps": EPS, "weight_decay": 0.1},
-        )
-        for i, (want, variance) in enumerate(wanted):
-            torch.testing.assert_close(sums[i].cpu().double(), want, rtol=2e-5, atol=0)
-            torch.testing.assert_close(fresh[i].cpu().double(), variance, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", [OneBitAdam, OneBitLAMB, ZeroOneAdam])

@@ -18,7 +18,7 @@ from gpu_model.ptx.compiler import nvcc
 # These test a level itself, or no kernel.
 OF_ONE_LEVEL = {
     *("test_attention_sm75", "test_attention_sm120", "test_block_model", "test_block_wgmma"),
-    *("test_gelu_math", "test_linear", "test_tickets"),
+    *("test_linear", "test_tickets"),
 }
 CHOICES = ("all", "sample", "none")
 # Compute capabilities; nvcc makes the same PTX for 90a as long as no source asks for the

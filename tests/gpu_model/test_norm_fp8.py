@@ -13,8 +13,8 @@ from bert_unpad.ops.fp8 import quantize_by  # on a CPU: by PyTorch
 from gpu_model.block_model import POLICIES
 from gpu_model.build import compiler
 from tests.gpu_model.test_fp8 import aligned, assert_same_numbers
-from tests.support.model_checks import DTYPES, assert_every_site_is_needed
-from tests.support.model_norm import Buffers, model, norm_params, row_norm_params
+from tests.support.model_checks import DTYPES, Buffers, assert_every_site_is_needed
+from tests.support.model_norm import forward_params, model
 from tests.support.op_checks import RNG
 from tests.support.seeds import derived
 
@@ -41,18 +41,13 @@ def forward(
     inputs: list[Tensor | None], *, fp8: bool = True, transpose: bool = True,
     largest: Tensor | None = None, p: float = 0.1, rms: bool = False, return_sum: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """y, rstd and, where there are any, mean and sum; with `fp8` q and its transposed copy."""
+    """y, sum, mean and rstd; with `fp8` q and its transposed copy."""
     x, residual, weight, bias, x_bias = inputs
     kernels = model()
-    buffers = Buffers(kernels)
-    norm, results = row_norm_params(
-        buffers, x.dtype, len(x), weight, bias, p, 1e-5, RNG, None, rms
-    )  # fmt: skip
-    results = {name: results[name] for name in ("rstd", "mean") if name in results}
-    results["y"] = torch.empty_like(x)
-    if return_sum:
-        results["sum"] = torch.empty_like(x)
-    params = norm_params(buffers, norm, x, x_bias, residual, results)
+    params, written = forward_params(
+        Buffers(kernels), x, x_bias, residual, weight, bias, p, 1e-5, RNG, rms, return_sum
+    )
+    results = dict(zip(("y", "sum", "mean", "rstd"), written, strict=True))
     if not fp8:
         kernels.call("norm_forward", ctypes.byref(params))
         return results

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from bert_unpad import ops
+from tests.support.backends import Backend
 from tests.support.frozen_reference import (
     BETAS,
     EPS,
@@ -29,22 +30,38 @@ CASES = [
     *((torch.float32, torch.bfloat16, False), (torch.bfloat16, torch.float32, True)),
     *((torch.bfloat16, torch.bfloat16, True), (torch.float16, torch.float32, True)),
 ]
-# Several chunks of 32768; less than a vector; nothing; two dimensions.
+# Several chunks of 32768 elements, or of a block's 16384; less than a vector; nothing; two
+# dimensions.
 SIZES = [(2 * 32768 + 5,), (3,), (0,), (7, 9)]
+FEWER = [(2 * 16384 + 5,), *SIZES[1:]]
+# More tensors than a launch takes.
+MANY = [(1 + i % 5,) for i in range(70)]
+
+
+@pytest.fixture
+def sizes(backend: Backend) -> list[tuple[int, ...]]:
+    return FEWER if backend.name in ("block", "ptx") else SIZES
+
+
+def on(backend: Backend, state: State) -> State:
+    for name in ("params", "masters", "exp_avgs", "exp_avg_sqs", "steps"):
+        setattr(state, name, backend.put(getattr(state, name)))
+    return state
 
 
 def gradients(state: State, dtype: torch.dtype) -> list[Tensor]:
-    return [torch.randn(p.shape).to(dtype) for p in state.params]
+    device = state.params[0].device
+    return [torch.randn(p.shape).to(device, dtype) for p in state.params]
 
 
 def run(state: State, grads: list[Tensor], rule: FrozenRule, norm=None, skipped=None) -> None:
-    counted = rule.variance_step
+    counted, device = rule.variance_step, state.params[0].device
     ops.frozen_adam_(
         *(state.params, grads, state.exp_avgs, state.exp_avg_sqs, state.steps),
         masters=state.masters,
-        lr=torch.tensor(rule.lr),
-        variance_step=None if counted is None else torch.tensor(float(counted)),
-        grad_scale=torch.tensor(rule.grad_scale),
+        lr=torch.tensor(rule.lr, device=device),
+        variance_step=None if counted is None else torch.tensor(float(counted), device=device),
+        grad_scale=torch.tensor(rule.grad_scale, device=device),
         norm=norm,
         skipped=skipped,
         betas=BETAS,
@@ -65,14 +82,25 @@ def run(state: State, grads: list[Tensor], rule: FrozenRule, norm=None, skipped=
     ],
     ids=["gradient", "average", "rates"],
 )
-def test_frozen_adam(case, rule):
+@pytest.mark.sanitizer
+def test_frozen_adam(backend: Backend, sizes, case, rule: FrozenRule) -> None:
     param, grad, masters = case
-    state = draw(SIZES, param, masters)
-    grads = gradients(state, grad)
+    state = on(backend, draw(sizes, param, masters))
+    check_frozen_adam(state, gradients(state, grad), rule)
+
+
+def test_more_tensors_than_a_launch_takes(backend: Backend) -> None:
+    rates = tuple(0.01 * (1 + i % 3) for i in range(len(MANY)))
+    state = on(backend, draw(MANY, torch.float32, False))
+    check_frozen_adam(state, gradients(state, torch.float32), FrozenRule(lr=rates))
+
+
+def check_frozen_adam(state: State, grads: list[Tensor], rule: FrozenRule) -> None:
+    param, masters = state.params[0].dtype, bool(state.masters)
     weights, momenta = frozen_adam(state, grads, rule)
     variances = [v.clone() for v in state.exp_avg_sqs]
     run(state, grads, rule)
-    assert [float(step) for step in state.steps] == [5.0] * 4
+    assert [float(step) for step in state.steps] == [5.0] * len(grads)
     for i, want in enumerate(weights):
         torch.testing.assert_close(state.exp_avgs[i].double(), momenta[i], rtol=1e-5, atol=1e-6)
         assert torch.equal(state.exp_avg_sqs[i], variances[i])
@@ -84,8 +112,8 @@ def test_frozen_adam(case, rule):
             torch.testing.assert_close(state.params[i].double(), want, rtol=rtol, atol=rtol)
 
 
-def test_a_weight_without_a_variance_only_decays():
-    state = draw([(9,)], torch.float32, False)
+def test_a_weight_without_a_variance_only_decays(backend: Backend) -> None:
+    state = on(backend, draw([(9,)], torch.float32, False))
     before = state.params[0].clone()
     run(state, gradients(state, torch.float32), FrozenRule())
     without = state.exp_avg_sqs[0] == 0
@@ -95,21 +123,26 @@ def test_a_weight_without_a_variance_only_decays():
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_step_that_is_left_out_changes_nothing(bad):
-    state = draw(SIZES, torch.bfloat16, True)
+def test_a_step_that_is_left_out_changes_nothing(backend: Backend, sizes, bad: float) -> None:
+    state = on(backend, draw(sizes, torch.bfloat16, True))
     before = [t.clone() for t in state.everything()]
-    skipped = torch.zeros((), dtype=torch.int64)
-    run(state, gradients(state, torch.float32), FrozenRule(), torch.tensor(bad), skipped)
+    norm, skipped = backend.put((torch.tensor(bad), torch.zeros((), dtype=torch.int64)))
+    grads = [torch.full_like(g, bad) for g in gradients(state, torch.float32)]
+    run(state, grads, FrozenRule(), norm, skipped)
     assert int(skipped) == 1
     assert all(torch.equal(a, b) for a, b in zip(before, state.everything(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_frozen_lamb_sums(dtype, decay):
-    state = draw(SIZES, dtype, False)
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.sanitizer
+def test_frozen_lamb_sums(
+    backend: Backend, sizes, many: bool, dtype: torch.dtype, decay: float
+) -> None:
+    state = on(backend, draw(MANY if many else sizes, dtype, False))
     momenta = gradients(state, torch.float32)
-    fresh = [torch.rand(p.shape) + 0.05 for p in state.params]
+    fresh = backend.put([torch.rand(p.shape) + 0.05 for p in state.params])
     lists = (state.params, momenta, state.exp_avgs, state.exp_avg_sqs)
     wanted = [frozen_lamb(*row, decay) for row in zip(*lists, fresh, strict=True)]
     before = [t.clone() for t in state.everything()]
@@ -120,13 +153,17 @@ def test_frozen_lamb_sums(dtype, decay):
         torch.testing.assert_close(fresh[i].double(), variance, rtol=1e-5, atol=1e-7)
 
 
-def test_sums_of_a_step_that_is_left_out():
-    state = draw([(5,)], torch.float32, False)
-    fresh = [torch.ones(5)]
-    lists = (state.params, [torch.full((5,), math.nan)], state.exp_avgs, state.exp_avg_sqs)
-    sums = ops.frozen_lamb_sums_(*lists, fresh, norm=torch.tensor(math.nan))
-    assert torch.equal(sums, torch.zeros(1, 3))
-    assert torch.equal(fresh[0], torch.ones(5))
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_sums_of_a_step_that_is_left_out(backend: Backend, bad: float) -> None:
+    state = on(backend, draw([(300,)], torch.float32, False))
+    momenta, fresh, norm = backend.put(
+        ([torch.full((300,), bad)], [torch.ones(300)], torch.tensor(bad))
+    )
+    lists = (state.params, momenta, state.exp_avgs, state.exp_avg_sqs)
+    sums = ops.frozen_lamb_sums_(*lists, fresh, norm=norm)
+    assert sums.shape == (1, 3)
+    assert not sums.any()
+    assert torch.equal(fresh[0], torch.ones_like(fresh[0]))
 
 
 def _run() -> list[Tensor]:
@@ -140,6 +177,18 @@ def _run() -> list[Tensor]:
     fresh = [torch.rand(p.shape) + 0.05 for p in state.params]
     lists = (state.params, gradients(state, torch.float32), state.exp_avgs, state.exp_avg_sqs)
     return [*results, ops.frozen_lamb_sums_(*lists, fresh), *fresh]
+
+
+def test_same_bits_every_time(backend: Backend, sizes) -> None:
+    def step() -> list[Tensor]:
+        torch.manual_seed(derived(2))
+        state = on(backend, draw(sizes, torch.float32, False))
+        run(state, gradients(state, torch.float32), FrozenRule())
+        fresh = backend.put([torch.rand(p.shape) + 0.05 for p in state.params])
+        lists = (state.params, gradients(state, torch.float32), state.exp_avgs, state.exp_avg_sqs)
+        return [*state.everything(), ops.frozen_lamb_sums_(*lists, fresh), *fresh]
+
+    backend.assert_same_bits(step)
 
 
 def test_same_bits_whatever_the_threads():

@@ -8,13 +8,17 @@ from torch import Tensor
 from torch.library import opcheck
 
 from bert_unpad import ops
-from tests.support.op_checks import assert_same_bits_whatever_the_threads
+from tests.support.backends import Backend, unaligned
 from tests.support.optim_reference import Rule, Truth, draw_state, rms
 from tests.support.seeds import derived
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Below and above a vector, a strip and a chunk of 32,768 elements; nothing at all.
 SIZES = [(1,), (5,), (0,), (3, 77), (129, 300), (70_001,)]
+# The same of a block's 16,384 elements: two chunks and a bit.
+FEWER = [(1,), (5,), (0,), (3, 77), (4, 40), (2 * 16384 + 5,)]
+# More tensors than one launch takes (64), and than one launch of steps (256).
+MANY = [(1 + i % 37,) for i in range(300)]
 PAIRS = [
     (torch.float32, torch.float32),
     (torch.float32, torch.bfloat16),
@@ -26,32 +30,55 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, None])
-def test_norm_in_total_and_of_each(dtype: torch.dtype | None) -> None:
-    torch.manual_seed(derived(0))
-    kinds = [dtype] * len(SIZES) if dtype else DTYPES * 2
-    tensors = [torch.randn(size).to(kind) for size, kind in zip(SIZES, kinds, strict=True)]
+@pytest.fixture
+def sizes(backend: Backend) -> list[tuple[int, ...]]:
+    return FEWER if backend.name in ("block", "ptx") else SIZES
+
+
+def draw(backend: Backend, sizes, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return backend.put([torch.randn(size).to(dtype) for size in sizes])
+
+
+def assert_norms(tensors: list[Tensor]) -> None:
     total, each = ops.multi_tensor_l2norm(tensors)
     exact = torch.stack([t.double().norm() for t in tensors])
     torch.testing.assert_close(each.double(), exact, rtol=1e-6, atol=0)
     torch.testing.assert_close(total.double(), exact.norm(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("dtype", [*DTYPES, None])
+def test_norm_in_total_and_of_each(
+    backend: Backend, sizes, dtype: torch.dtype | None, shift: int
+) -> None:
+    torch.manual_seed(derived(0))
+    kinds = [dtype] * len(sizes) if dtype else DTYPES * 2
+    drawn = zip(draw(backend, sizes), kinds, strict=True)
+    assert_norms([unaligned(t.to(kind), shift) for t, kind in drawn])
+
+
+def test_norms_of_many_tensors(backend: Backend) -> None:
+    assert_norms(draw(backend, MANY * 3))  # more than one launch sums up (512)
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_norm_keeps_what_is_not_finite(value: float) -> None:
-    tensors = [torch.ones(40_000), torch.ones(33)]
+def test_norm_keeps_what_is_not_finite(backend: Backend, value: float) -> None:
+    tensors = backend.put([torch.ones(40_000), torch.ones(33)])
     tensors[1][32] = value
     total, each = ops.multi_tensor_l2norm(tensors)
     assert not total.isfinite()
     assert each.isfinite().tolist() == [True, False]
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scale(dtype: torch.dtype) -> None:
+def test_scale(backend: Backend, sizes, dtype: torch.dtype, shift: int) -> None:
     torch.manual_seed(derived(1))
-    tensors = [torch.randn(size).to(dtype) for size in SIZES]
+    tensors = [unaligned(t, shift) for t in draw(backend, sizes, dtype)]
     want = [(t.float() * 0.37).to(dtype) for t in tensors]
-    ops.multi_tensor_scale_(tensors, torch.tensor(0.37))
+    ops.multi_tensor_scale_(tensors, backend.put(torch.tensor(0.37)))
     assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
 
 
@@ -69,13 +96,19 @@ RULES = {
 }
 
 
+FORMS = ["adamw", "lamb", "lans", "stable"]
+
+
+@pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("name", RULES)
-def test_ten_steps_against_float64(name: str) -> None:
+def test_ten_steps_against_float64(backend: Backend, sizes, name: str, shift: int) -> None:
     torch.manual_seed(derived(2))
-    state = draw_state(SIZES, torch.float32)
+    state = draw_state(sizes, torch.float32, device=backend.device)
+    for key in ("params", "exp_avgs", "exp_avg_sqs"):
+        setattr(state, key, [unaligned(t, shift) for t in getattr(state, key)])
     truth = Truth(state.params, RULES[name])
     for _ in range(10):
-        grads = [torch.randn(size) for size in SIZES]
+        grads = draw(backend, sizes)
         truth.step(grads)
         state.step(grads, RULES[name])
     for got, start, want in zip(state.params, state.start, truth.params, strict=True):
@@ -91,13 +124,17 @@ def test_ten_steps_against_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize(("param", "grad"), PAIRS)
-@pytest.mark.parametrize("rule", ["adamw", "lamb", "lans", "stable"])
-def test_16_bit_weights_are_roundings_of_their_masters(rule, param, grad) -> None:
+@pytest.mark.parametrize("rule", FORMS)
+@pytest.mark.sanitizer
+def test_16_bit_weights_are_roundings_of_their_masters(
+    backend: Backend, sizes, rule: str, param: torch.dtype, grad: torch.dtype
+) -> None:
     torch.manual_seed(derived(3))
-    state = draw_state(SIZES, param, masters=param != torch.float32)
+    masters = param != torch.float32
+    state = draw_state(sizes, param, masters=masters, device=backend.device)
     truth = Truth(state.masters or state.params, RULES[rule])
     for _ in range(4):
-        grads = [torch.randn(size).to(grad) for size in SIZES]
+        grads = draw(backend, sizes, grad)
         truth.step(grads)
         state.step(grads, RULES[rule])
     for got, want in zip(state.masters or state.params, truth.params, strict=True):
@@ -106,13 +143,29 @@ def test_16_bit_weights_are_roundings_of_their_masters(rule, param, grad) -> Non
         assert torch.equal(weight, master.to(param))
 
 
+@pytest.mark.parametrize("rule", FORMS)
+def test_more_tensors_than_a_launch_takes(backend: Backend, rule: str) -> None:
+    many = MANY[:70] if backend.name in ("block", "ptx") else MANY
+    state = draw_state(many, torch.float32, device=backend.device)
+    truth = Truth(state.params, RULES[rule])
+    for _ in range(3):
+        grads = draw(backend, many)
+        truth.step(grads)
+        state.step(grads, RULES[rule])
+    for got, want in zip(state.params, truth.params, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2e-7, atol=2e-6)
+    assert all(step == 3 for step in state.steps)
+
+
 @pytest.mark.parametrize("rule", ["adamw", "lamb", "stable"])
 @pytest.mark.parametrize("param", [torch.bfloat16, torch.float16])
-def test_without_masters_a_step_is_rounded_once(rule: str, param: torch.dtype) -> None:
+def test_without_masters_a_step_is_rounded_once(
+    backend: Backend, sizes, rule: str, param: torch.dtype
+) -> None:
     torch.manual_seed(derived(4))
-    state = draw_state(SIZES, param)
+    state = draw_state(sizes, param, device=backend.device)
     truth = Truth(state.params, RULES[rule])
-    grads = [torch.randn(size).to(param) for size in SIZES]
+    grads = draw(backend, sizes, param)
     truth.step(grads)
     state.step(grads, RULES[rule])
     for got, want in zip(state.params, truth.params, strict=True):
@@ -121,40 +174,43 @@ def test_without_masters_a_step_is_rounded_once(rule: str, param: torch.dtype) -
         )
 
 
-@pytest.mark.parametrize("rule", ["adamw", "lamb", "lans", "stable"])
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("rule", FORMS)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_what_is_not_finite_skips_the_step(rule: str, value: float) -> None:
+def test_what_is_not_finite_skips_the_step(
+    backend: Backend, sizes, rule: str, value: float
+) -> None:
     torch.manual_seed(derived(5))
-    state = draw_state(SIZES, torch.bfloat16, masters=True)
-    state.step([torch.randn(size) for size in SIZES], RULES[rule])
+    state = draw_state(sizes, torch.bfloat16, masters=True, device=backend.device)
+    state.step(draw(backend, sizes), RULES[rule])
     before = [t.clone() for t in state.everything()]
-    grads = [torch.randn(size) for size in SIZES]
+    grads = draw(backend, sizes)
     grads[4][3, 5] = value
-    skipped = torch.zeros((), dtype=torch.int64)
+    skipped = backend.put(torch.zeros((), dtype=torch.int64))
     for count in (1, 2):
         state.step(grads, RULES[rule], skipped=skipped, check=True)
         assert skipped == count
         assert all(torch.equal(a, b) for a, b in zip(before, state.everything(), strict=True))
-    state.step([torch.randn(size) for size in SIZES], RULES[rule], skipped=skipped, check=True)
+    state.step(draw(backend, sizes), RULES[rule], skipped=skipped, check=True)
     assert skipped == 2
     assert not torch.equal(before[-1], state.everything()[-1])
 
 
 @pytest.mark.parametrize("rule", ["lamb", "lans", "stable"])
-def test_halves_are_the_whole(rule: str) -> None:
+def test_halves_are_the_whole(backend: Backend, sizes, rule: str) -> None:
     torch.manual_seed(derived(6))
-    one, other = (draw_state(SIZES, torch.float32, seed=7) for _ in range(2))
+    one, other = (draw_state(sizes, torch.float32, seed=7, device=backend.device) for _ in range(2))
     for _ in range(2):
-        grads = [torch.randn(size) for size in SIZES]
+        grads = draw(backend, sizes)
         one.step(grads, RULES[rule])
         other.step(grads, RULES[rule], halves=True)
     assert all(torch.equal(a, b) for a, b in zip(one.everything(), other.everything(), strict=True))
 
 
-def test_gradients_that_grow_lower_the_learning_rate() -> None:
+def test_gradients_that_grow_lower_the_learning_rate(backend: Backend, sizes) -> None:
     torch.manual_seed(derived(10))
     rule = RULES["stable"]
-    state = draw_state(SIZES, torch.float32)
+    state = draw_state(sizes, torch.float32, device=backend.device)
     truth = Truth(state.params, rule)
     for step in range(4):
         # All but the second tensor: a rate for each. Of 0.75 to 1.25 of a scale, so that the ratio
@@ -163,8 +219,9 @@ def test_gradients_that_grow_lower_the_learning_rate() -> None:
             torch.empty(size).uniform_(0.75, 1.25)
             * (1 - 2 * torch.randint(2, size))
             * (1 if i == 1 else 10**step)
-            for i, size in enumerate(SIZES)
+            for i, size in enumerate(sizes)
         ]
+        grads = backend.put(grads)
         truth.step(grads)
         state.step(grads, rule)
     second = [v / (1 - rule.betas[1] ** 4) for v in truth.second]
@@ -175,23 +232,23 @@ def test_gradients_that_grow_lower_the_learning_rate() -> None:
         torch.testing.assert_close(got.double(), want, rtol=2e-7, atol=2e-6)
 
 
-def test_second_moments_below_eps_squared_count_as_that() -> None:
+def test_second_moments_below_eps_squared_count_as_that(backend: Backend) -> None:
     rule = Rule("stable", eps=1e-2)
-    state = draw_state([(300,)], torch.float32)
+    state = draw_state([(300,)], torch.float32, device=backend.device)
     truth = Truth(state.params, rule)
     for scale in (0.0, 1e-3, 3e-2):  # the second gradient alone would have a ratio of 10
-        grads = [torch.full((300,), scale)]
+        grads = backend.put([torch.full((300,), scale)])
         truth.step(grads)
         state.step(grads, rule)
         assert state.params[0].isfinite().all()
         torch.testing.assert_close(state.params[0].double(), truth.params[0], rtol=0, atol=1e-6)
 
 
-def test_zero_weights_and_gradients_have_a_ratio_of_one() -> None:
-    state = draw_state([(40,), (40,)], torch.float32)
+def test_zero_weights_and_gradients_have_a_ratio_of_one(backend: Backend) -> None:
+    state = draw_state([(40,), (40,)], torch.float32, device=backend.device)
     state.params[0].zero_()
     rule = Rule("lamb", weight_decay=0.0)
-    grads = [torch.randn(40), torch.zeros(40)]
+    grads = backend.put([torch.randn(40), torch.zeros(40)])
     truth = Truth(state.params, rule)
     truth.step(grads)
     state.step(grads, rule)
@@ -200,16 +257,31 @@ def test_zero_weights_and_gradients_have_a_ratio_of_one() -> None:
         torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "lamb", "lans", "stable"])
-def test_same_bits_whatever_the_threads(rule: str) -> None:
+@pytest.mark.parametrize("rule", FORMS)
+def test_same_bits_every_time(backend: Backend, sizes, rule: str) -> None:
+    more = {"cpu": [(200_000,)], "cuda": [(2_000_003,)]}.get(backend.name, [])
+
     def run() -> list[Tensor]:
         torch.manual_seed(derived(8))
-        state = draw_state([*SIZES, (200_000,)], torch.float32, seed=9)
+        state = draw_state([*sizes, *more], torch.float32, seed=9, device=backend.device)
         for _ in range(2):
-            state.step([torch.randn(p.shape) for p in state.params], RULES[rule])
+            state.step(draw(backend, [p.shape for p in state.params]), RULES[rule])
         return [*state.everything(), *ops.multi_tensor_l2norm(state.params)]
 
-    assert_same_bits_whatever_the_threads(run)
+    backend.assert_same_bits(run)
+
+
+@pytest.mark.backends("cuda")
+@pytest.mark.parametrize("rule", FORMS)
+def test_agrees_with_the_cpu(backend: Backend, rule: str) -> None:
+    on_gpu = draw_state(SIZES, torch.float32, device=backend.device)
+    on_cpu = draw_state(SIZES, torch.float32)
+    for _ in range(5):
+        grads = [torch.randn(size) for size in SIZES]
+        on_gpu.step(backend.put(grads), RULES[rule])
+        on_cpu.step(grads, RULES[rule])
+    for a, b in zip(on_gpu.params, on_cpu.params, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-6, atol=2e-6)
 
 
 def test_nothing_to_do() -> None:
@@ -250,6 +322,7 @@ def test_opcheck() -> None:
     opcheck(op.stable_adamw_apply_, (*lists, [], sums, coefficients, 1e-6, 0.1))
 
 
+@pytest.mark.backends("cpu", "cuda")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -257,7 +330,7 @@ def test_opcheck() -> None:
             {"params": [torch.zeros(4).double()]},
             r"params\[0\] must be float32, bfloat16 or float16",
         ),
-        ({"params": [torch.zeros(4, 2)[:, 0]]}, r"params\[0\] must be contiguous"),
+        ({"params": [torch.zeros(2, 4).t()]}, r"params\[0\] must be contiguous"),
         ({"grads": []}, "grads must have as many tensors as params, 1, got 0"),
         ({"grads": [torch.zeros(5)]}, r"grads\[0\] must have the shape of params\[0\], \[4\]"),
         ({"exp_avgs": [torch.zeros(4).half()]}, r"exp_avgs\[0\] must be float32"),
@@ -271,18 +344,25 @@ def test_opcheck() -> None:
         ({"max_grad_norm": 1.0}, "max_grad_norm needs norm"),
     ],
 )
-def test_bad_arguments_are_named(change: dict, message: str) -> None:
-    arguments = {
-        "params": [torch.zeros(4)],
-        "grads": [torch.zeros(4)],
-        "exp_avgs": [torch.zeros(4)],
-        "exp_avg_sqs": [torch.zeros(4)],
-        "steps": [torch.zeros(())],
-        "lr": torch.tensor(0.1),
-    }
+def test_bad_arguments_are_named(backend: Backend, change: dict, message: str) -> None:
     for function in (ops.adam_, ops.lamb_, ops.stable_adamw_):
         with pytest.raises(RuntimeError, match=message):
-            function(**(arguments | change))
+            function(**backend.put(good_arguments() | change))
+
+
+def good_arguments() -> dict:
+    names = ("params", "grads", "exp_avgs", "exp_avg_sqs")
+    lists = {name: [torch.zeros(4)] for name in names}
+    return {**lists, "steps": [torch.zeros(())], "lr": torch.tensor(0.1)}
+
+
+@pytest.mark.backends("cuda")
+@pytest.mark.parametrize("name", ["grads", "exp_avgs", "steps", "lr"])
+@pytest.mark.parametrize("function", [ops.adam_, ops.lamb_, ops.stable_adamw_])
+def test_another_device_is_named(backend: Backend, function, name: str) -> None:
+    given = good_arguments()
+    with pytest.raises(RuntimeError, match=rf"{name}(\[0\])? must be on the same device"):
+        function(**backend.put(given) | {name: given[name]})
 
 
 def test_other_bad_arguments_are_named() -> None:

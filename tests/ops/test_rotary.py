@@ -10,50 +10,75 @@ from torch.library import opcheck
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
 from tests.support import reference
-from tests.support.op_checks import (
-    assert_compiles_to_the_same_bits,
-    assert_same_bits_whatever_the_threads,
-    results_of,
-)
+from tests.support.backends import Backend
+from tests.support.op_checks import assert_compiles_to_the_same_bits, results_of
 from tests.support.seeds import derived
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Whole vectors and tails of every width, and what is left of a head.
-SHAPES = [(64, None), (64, 32), (16, None), (2, None), (7, 6), (34, None), (256, None), (40, 24)]
+# Tokens, heads, head_dim, rotary_dim. Several tokens in a block or task, and several in a thread;
+# whole vectors and tails of every width, one pair a thread; more pairs than fit a warp; one head of
+# several in a thread; what is left of a head.
+SHAPES = [
+    *[(37, 6, 64, None), (5, 9, 40, 32), (3, 2, 256, None), (9, 24, 16, None), (11, 3, 34, None)],
+    *[(6, 5, 7, 6), (20, 2, 2, None), (1, 40, 128, None), (37, 5, 64, 32), (0, 3, 8, None)],
+    *(
+        pytest.param((70, 5, *dims), marks=pytest.mark.backends("cpu"))
+        for dims in [(16, None), (40, 24), (256, None)]
+    ),
+    *(
+        pytest.param(shape, marks=pytest.mark.backends("cuda"))
+        for shape in [(3000, 36, 64, None), (700, 24, 128, None), (500, 60, 16, None)]
+    ),
+]
 
 
-def compare(x: Tensor, positions: Tensor, **settings) -> None:
-    dout = torch.randn_like(x)
-    reference.assert_as_good_as_pytorch(
-        lambda: results_of(lambda x: ops.rotary_(x * 1, positions, **settings), [x], dout),
-        lambda precision: results_of(
-            lambda x: reference.rotary(x, positions, **settings), [x], dout, precision
-        ),
-        x.dtype,
-        ["y", "dx"],
-    )
-
-
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), SHAPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_the_reference(
-    dtype: torch.dtype, head_dim: int, rotary_dim: int | None, interleaved: bool
+    backend: Backend,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int | None],
+    interleaved: bool,
 ) -> None:
-    torch.manual_seed(derived(head_dim))
-    x = torch.randn(70, 5, head_dim).to(dtype)
-    positions = torch.randint(0, 600, (70,), dtype=torch.int32)
-    compare(x, positions, heads=3, rotary_dim=rotary_dim, interleaved=interleaved)
+    *sizes, rotary_dim = shape
+    torch.manual_seed(derived(sizes[2]))
+    x, dout = backend.put(torch.randn(2, *sizes).to(dtype)).unbind()
+    positions = backend.put(torch.randint(-40_000, 40_000, (sizes[0],)))
+    settings = {
+        "heads": max(sizes[1] * 2 // 3, 1),
+        "rotary_dim": rotary_dim,
+        "interleaved": interleaved,
+        "theta": 160000.0,
+        "position_scale": 0.7,
+    }
+    for at in (positions, positions.int()):
+        run = lambda x, at=at: ops.rotary_(x * 1, at, **settings)  # noqa: E731
+        reference.assert_as_good_as_pytorch(
+            lambda run=run: results_of(run, [x], dout),
+            lambda precision: results_of(
+                lambda x: reference.rotary(x, positions, **settings), [x], dout, precision
+            ),
+            dtype,
+            ["y", "dx"],
+        )
+        # A rounding, beside one of cosine and sine.
+        want = reference.rotary(x.double(), positions, **settings)
+        rtol = torch.finfo(dtype).eps / 2 + 1e-6
+        torch.testing.assert_close(run(x).double(), want, rtol=rtol, atol=1e-6)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.37, 8.0])
-def test_angles_are_right_at_long_positions(scale: float, interleaved: bool) -> None:
+def test_angles_are_right_at_long_positions(
+    backend: Backend, scale: float, interleaved: bool
+) -> None:
     """Where an angle in fp32 is wrong in the third digit."""
     torch.manual_seed(derived(0))
-    x = torch.randn(2000, 2, 64)
-    positions = torch.randint(-1_000_000, 1_000_000, (2000,))
+    x, positions = torch.randn(200, 2, 64), torch.randint(-1_000_000, 1_000_000, (200,))
     positions[:4] = torch.tensor([32767, 32768, -(2**40), 2**40 + 1])
+    x, positions = backend.put((x, positions))
     settings = {"heads": 2, "theta": 160000.0, "interleaved": interleaved, "position_scale": scale}
     got = ops.rotary_(x.clone(), positions, **settings)
     want = reference.rotary(x.double(), positions, **settings)
@@ -63,18 +88,19 @@ def test_angles_are_right_at_long_positions(scale: float, interleaved: bool) -> 
     torch.testing.assert_close(got.double().norm(dim=-1), x.double().norm(dim=-1))
 
 
-def test_scores_depend_on_distances_only() -> None:
+def test_scores_depend_on_distances_only(backend: Backend) -> None:
     """Also beyond the range of int32, where both positions have the same upper half or not."""
     torch.manual_seed(derived(1))
-    q, k = torch.randn(2, 1, 1, 64)
+    q, k = backend.put(torch.randn(2, 1, 1, 64))
     offsets = torch.tensor([0, 5, 2**31 - 20, 2**31 - 5, 2**32 - 5, 2**40, -(2**40), -7])
+    offsets = backend.put(offsets)
     turn = lambda x, at: ops.rotary_(x.repeat(len(at), 1, 1), at, heads=1)  # noqa: E731
     scores = (turn(q, offsets + 12) * turn(k, offsets)).sum(-1)
     torch.testing.assert_close(scores, scores[:1].expand_as(scores), rtol=1e-5, atol=1e-5)
 
 
-def test_int32_and_int64_positions_give_the_same_bits() -> None:
-    x, positions = torch.randn(50, 2, 32), torch.randint(-5000, 5000, (50,))
+def test_int32_and_int64_positions_give_the_same_bits(backend: Backend) -> None:
+    x, positions = backend.put((torch.randn(50, 2, 32), torch.randint(-5000, 5000, (50,))))
     one = ops.rotary_(x.clone(), positions, heads=2)
     assert torch.equal(one, ops.rotary_(x.clone(), positions.int(), heads=2))
 
@@ -97,11 +123,11 @@ def test_backward_is_the_inverse() -> None:
     torch.testing.assert_close(x.grad, x.detach())
 
 
-def test_is_in_place_and_touches_nothing_else() -> None:
+def test_is_in_place_and_touches_nothing_else(backend: Backend) -> None:
     torch.manual_seed(derived(4))
-    x = torch.randn(9, 5, 24)
+    x, positions = backend.put((torch.randn(9, 5, 24), torch.arange(9)))
     before, version = x.clone(), x._version
-    y = ops.rotary_(x, torch.arange(9), heads=2, rotary_dim=8)
+    y = ops.rotary_(x, positions, heads=2, rotary_dim=8)
     assert y is x
     assert x._version > version
     assert not torch.equal(x[1:, :2, :8], before[1:, :2, :8])
@@ -109,23 +135,40 @@ def test_is_in_place_and_touches_nothing_else() -> None:
     assert torch.equal(x[:, :2, 8:], before[:, :2, 8:])
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("offset", [0, 3])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_strided_views(interleaved: bool) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_and_unaligned_views(
+    backend: Backend, dtype: torch.dtype, interleaved: bool, offset: int
+) -> None:
+    """In place, and into a new tensor: nothing but the rotated heads is written."""
     torch.manual_seed(derived(5))
-    qkv, positions = torch.randn(12, 3, 4, 16), torch.arange(12)
-    settings = {"heads": 4, "interleaved": interleaved}
-    want = qkv.clone()
-    want[:, 1] = reference.rotary(qkv[:, 1].double(), positions, **settings).float()
-    ops.rotary_(qkv[:, 1], positions, **settings)  # the keys
-    torch.testing.assert_close(qkv, want)
-    heads_first = torch.randn(4, 12, 16).transpose(0, 1)
-    want = reference.rotary(heads_first.double(), positions, **settings).float()
-    torch.testing.assert_close(ops.rotary_(heads_first, positions, **settings), want)
+    positions = backend.put(torch.arange(6) * 5)
+    settings = (3, 1e4, 16, interleaved, 1.0, False)
+    views = [
+        lambda qkv: qkv[:, 1],  # the keys
+        lambda qkv: qkv.view(6, 12, 16)[:, 2:9],
+        lambda qkv: qkv.view(12, 6, 16).transpose(0, 1),
+    ]
+    for view in views:
+        store = backend.put(torch.randn(6 * 3 * 4 * 16 + 3).to(dtype))
+        x = view(store[offset : len(store) - 3 + offset].view(6, 3, 4, 16))
+        want = ops.rotary_(x.clone(), positions, heads=3, interleaved=interleaved)
+        exact = reference.rotary(x.double(), positions, heads=3, interleaved=interleaved)
+        torch.testing.assert_close(want, exact.to(dtype))
+        before = store.clone()
+        copy = torch.ops.bert_unpad.rotary(x, positions, *settings)
+        assert copy.is_contiguous()
+        assert torch.equal(copy, want)
+        assert torch.equal(store, before)
+        assert torch.equal(ops.rotary_(x, positions, heads=3, interleaved=interleaved), want)
+        assert (store != before).sum() <= 6 * 3 * 16
 
 
 def parts_of_qkv(x: Tensor) -> list[Tensor]:
     """Every way in which autograd may see what is rotated: itself, a view, part of a tensor."""
-    batch = VarlenBatch.from_lengths([2, 5])
+    batch = VarlenBatch.from_lengths([2, 5], x.device)
     whole = ops.rotary_(x * 1, batch, heads=2)
     view = ops.rotary_((x * 1).view(7, 48).view(7, 3, 16), batch, heads=2)
     qkv = x * 1
@@ -135,9 +178,11 @@ def parts_of_qkv(x: Tensor) -> list[Tensor]:
     return [whole, view, qkv, left.view(7, 3, 16)]
 
 
-def test_gradients_through_views() -> None:
+@pytest.mark.backends("cpu", "block", "cuda")
+def test_gradients_through_views(backend: Backend) -> None:
     torch.manual_seed(derived(6))
-    x, weight = torch.randn(7, 3, 16, requires_grad=True), torch.randn(7, 3, 16)
+    x, weight = backend.put(torch.randn(2, 7, 3, 16)).unbind()
+    x = x.clone().requires_grad_()
     results = parts_of_qkv(x)
     gradients = [torch.autograd.grad((y * weight).sum(), x)[0] for y in results]
     for y, gradient in zip(results, gradients, strict=True):
@@ -184,34 +229,43 @@ def test_a_tensor_that_a_backward_pass_needs_is_protected() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 8), (4, 0, 8), (4, 3, 8)])
-def test_nothing_to_do(shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape, requires_grad=True)
-    y = ops.rotary_(x * 1, torch.zeros(shape[0], dtype=torch.int32), heads=0)
+def test_nothing_to_do(backend: Backend, shape: tuple[int, ...]) -> None:
+    x = backend.put(torch.randn(shape)).requires_grad_()
+    positions = backend.put(torch.zeros(shape[0], dtype=torch.int32))
+    y = ops.rotary_(x * 1, positions, heads=0)
     y.sum().backward()
     assert torch.equal(y, x)
-    assert torch.equal(x.grad, torch.ones(shape))
+    assert torch.equal(x.grad, torch.ones_like(x))
 
 
-def test_nan_stays_in_its_pair() -> None:
-    x = torch.ones(2, 2, 8)
+def test_nan_stays_in_its_pair(backend: Backend) -> None:
+    x, positions = backend.put((torch.ones(2, 2, 8), torch.tensor([0, 3])))
     x[1, 0, 1] = float("nan")
-    y = ops.rotary_(x, torch.tensor([0, 3]), heads=2)
+    y = ops.rotary_(x, positions, heads=2)
     assert y.isnan().nonzero().tolist() == [[1, 0, 1], [1, 0, 5]]
 
 
-def test_same_bits_whatever_the_threads() -> None:
+def test_same_bits_every_time(backend: Backend) -> None:
     torch.manual_seed(derived(8))
-    x, dout = torch.randn(2, 500, 6, 32)
-    batch = VarlenBatch.from_lengths([200, 300])
-    assert_same_bits_whatever_the_threads(
+    x, dout = backend.put(torch.randn(2, 200, 6, 32))
+    batch = VarlenBatch.from_lengths([80, 120], backend.device)
+    backend.assert_same_bits(
         lambda: results_of(lambda x: ops.rotary_(x * 1, batch, heads=4), [x], dout)
     )
 
 
+@pytest.mark.backends("cuda")
+def test_agrees_with_the_cpu(backend: Backend) -> None:
+    x, positions = torch.randn(300, 6, 64), torch.randint(-100_000, 100_000, (300,))
+    got = ops.rotary_(*backend.put((x.clone(), positions)), heads=4).cpu()
+    torch.testing.assert_close(got, ops.rotary_(x, positions, heads=4))
+
+
+@pytest.mark.backends("cpu", "cuda")
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_opcheck(interleaved: bool) -> None:
-    arguments = (torch.arange(6), 2, 1e4, 12, interleaved, 0.5)
-    x = torch.randn(6, 3, 16)
+def test_opcheck(backend: Backend, interleaved: bool) -> None:
+    x, positions = backend.put((torch.randn(6, 3, 16), torch.arange(6)))
+    arguments = (positions, 2, 1e4, 12, interleaved, 0.5)
     opcheck(torch.ops.bert_unpad.rotary_, (x, *arguments, False))
     opcheck(torch.ops.bert_unpad.rotary, (x.requires_grad_(), *arguments, True))
 
@@ -230,11 +284,11 @@ def test_compiles_without_graph_breaks() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_operator_of_compiled_code_is_the_same(interleaved: bool) -> None:
+def test_the_operator_of_compiled_code_is_the_same(backend: Backend, interleaved: bool) -> None:
     torch.manual_seed(derived(10))
-    x = torch.randn(3, 12, 16).transpose(0, 1)
+    x, positions = backend.put((torch.randn(3, 12, 16).transpose(0, 1), torch.arange(12)))
     for heads, rotary_dim in ((3, 16), (2, 16), (2, 6), (0, 2)):
-        arguments = (torch.arange(12), heads, 1e4, rotary_dim, interleaved, 1.0)
+        arguments = (positions, heads, 1e4, rotary_dim, interleaved, 1.0)
         for inverse in (False, True):
             y = x.clone()
             torch.ops.bert_unpad.rotary_(y, *arguments, inverse)
@@ -291,6 +345,7 @@ def test_equals_gptj() -> None:
     assert_equals(want, q, positions, interleaved=True)
 
 
+@pytest.mark.backends("cpu", "cuda")
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -317,10 +372,27 @@ def test_equals_gptj() -> None:
         ({"position_scale": -1.0}, RuntimeError, "position_scale must be finite and above 0"),
     ],
 )
-def test_bad_input_is_named(change: dict, error: type[Exception], message: str) -> None:
+def test_bad_input_is_named(
+    backend: Backend, change: dict, error: type[Exception], message: str
+) -> None:
     good = {"x": torch.randn(6, 4, 8), "positions": torch.arange(6), "heads": 2}
+    given = {name: on(backend, value) for name, value in (good | change).items()}
     with pytest.raises(error, match=message):
-        ops.rotary_(**(good | change))
+        ops.rotary_(**given)
+
+
+def on(backend: Backend, value):
+    """With the strides that it has."""
+    if not isinstance(value, Tensor):
+        return value
+    storage = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+    return backend.put(storage).as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+@pytest.mark.backends("cuda")
+def test_another_device_is_named(backend: Backend) -> None:
+    with pytest.raises(RuntimeError, match="rotary_: positions must be on the same device"):
+        ops.rotary_(backend.put(torch.randn(6, 3, 8)), torch.arange(6), heads=2)
 
 
 def test_widths_that_cannot_be_halved() -> None:

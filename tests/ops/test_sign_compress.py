@@ -10,13 +10,19 @@ from torch import Tensor
 from torch.library import opcheck
 
 from bert_unpad import ops
+from tests.support.backends import Backend, unaligned
 from tests.support.op_checks import assert_same_bits_whatever_the_threads, results_of_every_isa
 from tests.support.seeds import derived
 from tests.support.signs import pack, rms, signs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, None]
-# Nothing; tails of all widths; several chunks of 16384, of which the last is short.
-SIZES = [0, 1, 7, 8, 9, 31, 63, 64, 65, 1000, 16384, 50_001]
+# Nothing; tails of all widths; less than a warp takes, a warp and a bit; more than a device of one
+# multiprocessor takes at once, which is 8192; several chunks of 16384, of which the last is short.
+SIZES = [0, 1, 5, 7, 8, 9, 31, 63, 64, 65, 300, 1000, 10_001]
+LARGE = [
+    *(pytest.param(size, marks=pytest.mark.backends("cpu", "cuda")) for size in (16384, 50_001)),
+    pytest.param(3_000_001, marks=pytest.mark.backends("cuda")),
+]
 
 
 def draw(size: int, dtype: torch.dtype | None = torch.float32) -> Tensor | None:
@@ -30,28 +36,45 @@ def byte_count(size: int) -> int:
 def compress(value: Tensor | None, error: Tensor) -> tuple[Tensor, Tensor]:
     """Bits and scale; the error is changed in place."""
     scale = ops.sign_scale(value, error)
-    bits = torch.full((byte_count(error.numel()),), 255, dtype=torch.uint8)
+    bits = torch.full_like(error[: byte_count(error.numel())], 255, dtype=torch.uint8)
     ops.sign_pack_(value, error, bits, scale)
     return bits, scale
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("size", [*SIZES, *LARGE])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scale_bits_and_error(dtype: torch.dtype | None, size: int) -> None:
-    value, error = draw(size, dtype), torch.randn(size)
+def test_scale_bits_and_error(
+    backend: Backend, dtype: torch.dtype | None, size: int, shift: int
+) -> None:
+    backend.assume(multiprocessors=1)
+    value, error = backend.put((draw(size, dtype), torch.randn(size)))
+    value, error = None if value is None else unaligned(value, shift), unaligned(error, shift)
     before = error.clone()
     bits, scale = compress(value, error)
     whole = before if value is None else value.float() + before
     assert scale.dtype == torch.float32
     assert scale.shape == ()
-    assert float(scale) == pytest.approx(float(rms(whole)), rel=1e-6)
+    assert float(scale) == pytest.approx(float(rms(whole)), rel=1e-5)
     want_bits, want_error = pack(value, before, scale)
     assert torch.equal(bits, want_bits)
     assert torch.equal(error, want_error)
 
 
-def test_what_is_sent_and_what_is_kept_add_up_and_have_the_norm_of_the_value() -> None:
-    value, error, out = torch.randn(5003), 0.1 * torch.randn(5003), torch.empty(5003)
+@pytest.mark.parametrize("multiprocessors", [1, 4])
+def test_grids_of_any_size_agree(backend: Backend, multiprocessors: int) -> None:
+    backend.assume(multiprocessors=multiprocessors)
+    value, error = backend.put(torch.randn(2, 40_001)).unbind()
+    want = float(rms(value + error))
+    assert float(ops.sign_scale(value, error)) == pytest.approx(want, rel=2e-6)
+
+
+def test_what_is_sent_and_what_is_kept_add_up_and_have_the_norm_of_the_value(
+    backend: Backend,
+) -> None:
+    value, error = backend.put((torch.randn(5003), 0.1 * torch.randn(5003)))
+    out = torch.empty_like(value)
     whole = value + error
     bits, scale = compress(value, error)
     ops.sign_unpack_(bits[None], scale[None], out)
@@ -71,40 +94,44 @@ def test_the_mean_of_a_constant_arrives_over_many_rounds() -> None:
     assert float(error.norm()) < 0.05 * 400 * float(value.norm())
 
 
-def test_negative_zero_is_negative() -> None:
-    error = torch.tensor([0.0, -0.0, 1.0, -1.0])
+def test_negative_zero_is_negative(backend: Backend) -> None:
+    error = backend.put(torch.tensor([0.0, -0.0, 1.0, -1.0]))
     bits, _ = compress(None, error)
     assert bits.tolist() == [0b1010]
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("rows", [1, 2, 3, 9])
-@pytest.mark.parametrize("size", [s for s in SIZES if s])
+@pytest.mark.parametrize("size", [*SIZES[1:], *LARGE[:-1]])
 @pytest.mark.parametrize("add", [False, True])
-def test_mean(rows: int, size: int, add: bool) -> None:
+def test_mean(backend: Backend, rows: int, size: int, add: bool, shift: int) -> None:
     bits = torch.randint(256, (rows, byte_count(size) + 2), dtype=torch.uint8)
-    scales, out = torch.rand(rows), torch.randn(size)
+    scales, start = torch.rand(rows), torch.randn(size)
     want = torch.zeros(size)
     for row, scale in zip(signs(bits), scales * torch.tensor(1 / rows), strict=True):
         want = want + row[:size] * scale
-    want = out + want if add else want
-    ops.sign_mean_(bits, scales, out, add=add)
-    assert torch.equal(out, want)
+    out = unaligned(backend.put(start), shift)
+    ops.sign_mean_(*backend.put((bits, scales)), out, add=add)
+    assert torch.equal(out.cpu(), start + want if add else want)
 
 
-def test_factor_of_a_mean() -> None:
-    bits, out = torch.tensor([[1], [3]], dtype=torch.uint8), torch.empty(3)
-    ops.sign_mean_(bits, torch.tensor([1.0, 4.0]), out, factor=10.0)
+def test_factor_of_a_mean(backend: Backend) -> None:
+    bits, out = backend.put((torch.tensor([[1], [3]], dtype=torch.uint8), torch.empty(3)))
+    ops.sign_mean_(bits, backend.put(torch.tensor([1.0, 4.0])), out, factor=10.0)
     assert out.tolist() == [-50.0, -30.0, 50.0]
 
 
-@pytest.mark.parametrize("columns", [1, 16, 2048, 3001])
-def test_parts_follow_each_other(columns: int) -> None:
+@pytest.mark.parametrize("columns", [1, 16, 130, 2048, 3001])
+def test_parts_follow_each_other(backend: Backend, columns: int) -> None:
     bits, scales = torch.randint(256, (3, columns), dtype=torch.uint8), torch.rand(3)
+    bits, scales = backend.put((bits, scales))
     whole = (signs(bits) * scales[:, None]).flatten()
     for size in (24 * columns, 24 * columns - 5, 8 * columns + 1, 3, 0):
-        out = torch.full((size,), math.nan)
-        ops.sign_unpack_(bits, scales, out)
-        assert torch.equal(out, whole[:size])
+        for shift in (0, 1):
+            out = unaligned(torch.full_like(whole[:size], math.nan), shift)
+            ops.sign_unpack_(bits, scales, out)
+            assert torch.equal(out, whole[:size])
 
 
 def test_large_results_and_addresses_that_are_no_multiples() -> None:
@@ -121,24 +148,25 @@ def test_large_results_and_addresses_that_are_no_multiples() -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_where_the_guard_is_not_finite_nothing_changes(value: float) -> None:
-    guard, scale = torch.tensor(value), torch.tensor(2.0)
-    error, bits = torch.randn(20), torch.zeros(3, dtype=torch.uint8)
+def test_where_the_guard_is_not_finite_nothing_changes(backend: Backend, value: float) -> None:
+    guard, scale, finite = backend.put((torch.tensor(value), torch.tensor(2.0), torch.tensor(0.0)))
+    error, own = backend.put(torch.randn(2, 300)).unbind()
+    bits = backend.put(torch.zeros(38, dtype=torch.uint8))
     before = error.clone()
-    ops.sign_pack_(torch.randn(20), error, bits, scale, guard=guard)
+    ops.sign_pack_(own, error, bits, scale, guard=guard)
     assert torch.equal(error, before)
     assert not bits.any()
     ops.sign_mean_(bits[None], scale[None], error, add=True, guard=guard)
     assert torch.equal(error, before)
-    ops.sign_mean_(bits[None], scale[None], error, guard=torch.tensor(0.0))
-    assert torch.equal(error, torch.full((20,), 2.0))
+    ops.sign_mean_(bits[None], scale[None], error, guard=finite)
+    assert torch.equal(error, torch.full_like(error, 2.0))
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e30])
-def test_a_scale_shows_what_is_not_finite(bad: float) -> None:
-    value = torch.randn(40_000)
+def test_a_scale_shows_what_is_not_finite(backend: Backend, bad: float) -> None:
+    value, error = backend.put((torch.randn(40_000), torch.zeros(40_000)))
     value[20_000] = bad
-    assert not ops.sign_scale(value, torch.zeros(40_000)).isfinite()
+    assert not ops.sign_scale(value, error).isfinite()
 
 
 def _run() -> list[Tensor]:
@@ -154,6 +182,11 @@ def _run() -> list[Tensor]:
             ops.sign_mean_(bits.expand(3, -1).contiguous(), torch.rand(3), out)
             results += [scale, bits, error, out]
     return results
+
+
+def test_same_bits_every_time(backend: Backend) -> None:
+    value, error = backend.put(torch.randn(2, 20_001)).unbind()
+    backend.assert_same_bits(lambda: [ops.sign_scale(value, error)])
 
 
 def test_same_bits_whatever_the_threads() -> None:
@@ -172,18 +205,21 @@ def test_all_instruction_sets_agree() -> None:
                 assert torch.equal(a, b)
 
 
-def test_opcheck() -> None:
+@pytest.mark.backends("cpu", "cuda")
+def test_opcheck(backend: Backend) -> None:
     f, bits = torch.ops.bert_unpad, torch.zeros(3, dtype=torch.uint8)
-    guard = torch.tensor(1.0)
+    two, guard = torch.randint(256, (2, 3), dtype=torch.uint8), torch.tensor(1.0)
+    calls = []
     for dtype in DTYPES:
         value = draw(20, dtype)
-        opcheck(f.sign_scale, (value, torch.randn(20)))
-        opcheck(f.sign_pack_, (value, torch.randn(20), bits.clone(), guard, None))
-        opcheck(f.sign_pack_, (value, torch.randn(20), bits.clone(), guard, guard))
-    two = torch.randint(256, (2, 3), dtype=torch.uint8)
-    opcheck(f.sign_mean_, (two, torch.rand(2), torch.randn(20), 0.5, True, None))
-    opcheck(f.sign_mean_, (two, torch.rand(2), torch.randn(20), 0.5, False, guard))
-    opcheck(f.sign_unpack_, (two, torch.rand(2), torch.randn(40)))
+        calls.append((f.sign_scale, (value, torch.randn(20))))
+        calls.append((f.sign_pack_, (value, torch.randn(20), bits.clone(), guard, None)))
+        calls.append((f.sign_pack_, (value, torch.randn(20), bits.clone(), guard, guard)))
+    calls.append((f.sign_mean_, (two, torch.rand(2), torch.randn(20), 0.5, True, None)))
+    calls.append((f.sign_mean_, (two, torch.rand(2), torch.randn(20), 0.5, False, guard)))
+    calls.append((f.sign_unpack_, (two, torch.rand(2), torch.randn(40))))
+    for operator, arguments in calls:
+        opcheck(operator, backend.put(arguments))
 
 
 def test_compiles_without_graph_breaks() -> None:

@@ -77,6 +77,6 @@ def frozen_lamb(
     fresh = BETAS[1] * fresh + (1 - BETAS[1]) * g * g
     update = torch.where(v > 0, m / (v.sqrt() + EPS), 0.0)
     ratio = torch.where(v > 0, (v.sqrt() + EPS) / (fresh.sqrt() + EPS), 0.0)
-    largest = ratio.max() if ratio.numel() else torch.zeros(()).double()
+    largest = ratio.max() if ratio.numel() else ratio.sum()
     sums = [update.square().sum(), (update + decay * w).square().sum(), largest]
     return torch.stack(sums), fresh

@@ -1,6 +1,6 @@
 """A pytest plugin that runs GPU tests on a CPU, to see whether they still fit the code.
 
-    python -m pytest -p tests.support.gpu_rehearsal tests/cuda
+    python -m pytest -p tests.support.gpu_rehearsal tests/cuda tests/ops
 
 Every "cuda" is the CPU, operators are the CPU's, there is one stream, NCCL is gloo, and to replay a
 graph is to run again what was captured. While something is captured, whatever would wait for the

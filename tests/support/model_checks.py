@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from gpu_model.block_model import POLICIES, Model, Site
 from gpu_model.build import KERNELS, load
@@ -27,6 +29,35 @@ def load_kernels(name: str, size_function: str, params: type[ctypes.Structure]) 
     size.restype = ctypes.c_int64
     assert size() == ctypes.sizeof(params)
     return kernels
+
+
+class Buffers:
+    """Tensors that kernels may touch, and their addresses."""
+
+    def __init__(self, kernels: Model) -> None:
+        self.kernels = kernels
+        self.alive: list[Tensor] = []
+        kernels.clear()
+
+    def read(self, x: Tensor | None) -> int | None:
+        if x is None:
+            return None
+        self.alive.append(self.kernels.register(x, writable=False))
+        return x.data_ptr()
+
+    def write(self, x: Tensor | None) -> int | None:
+        if x is None:
+            return None
+        # Every element has to be written: NaN would show.
+        self.alive.append(self.kernels.register(x.fill_(torch.nan)))
+        return x.data_ptr()
+
+    @contextmanager
+    def tickets(self, count: int) -> Iterator[int]:
+        """The address of counters for a kernel, which has to leave them as it gets them: zero."""
+        counters = self.kernels.register(torch.zeros(count, dtype=torch.int32))
+        yield counters.data_ptr()
+        assert not counters.any()
 
 
 def assert_every_site_is_needed(

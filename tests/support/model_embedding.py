@@ -1,17 +1,18 @@
-"""Runs the CUDA kernels of embedding_layer_norm on the model of a block, on torch CPU tensors."""
+"""embedding_layer_norm, and the sort of its backward pass, on the model of a block."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from gpu_model.block_model import Model
-from tests.support.model_checks import DTYPES, load_kernels
-from tests.support.model_norm import Buffers, RowNormParams, row_norm_params
+from tests.support.backends import on_the_model
+from tests.support.model_checks import DTYPES, Buffers, load_kernels
+from tests.support.model_norm import RowNormParams, row_norm_params, set_backward, set_forward
 
 
 class TokenIds(ctypes.Structure):
@@ -44,58 +45,66 @@ def model() -> Model:
     return load_kernels("embedding", "embedding_params_size", EmbeddingCudaParams)
 
 
-def embedding(
-    ids: Sequence[Tensor],
-    tables: Sequence[Tensor],
-    weight: Tensor,
-    bias: Tensor,
-    dy: Tensor | None,
-    *,
-    out_dtype: torch.dtype,
-    p: float = 0.0,
-    eps: float = 1e-5,
-    rng: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """y, mean, rstd; with dy also dword, dposition, dtoken_type, dweight and dbias."""
-    kernels = model()
-    buffers = Buffers(kernels)
-    tokens, hidden = len(ids[0]), tables[0].shape[1]
-    gradient = torch.zeros(tokens, hidden, dtype=out_dtype) if dy is None else dy
-    norm, results = row_norm_params(
-        buffers, out_dtype, tokens, weight, bias, p, eps, rng, gradient
-    )  # fmt: skip
-    results["y"] = torch.empty(tokens, hidden, dtype=out_dtype)
-    names = ["dword", "dposition", "dtoken_type"]
-    results |= {name: torch.empty_like(t) for name, t in zip(names, tables, strict=True)}
-
-    def pointers(addresses):
-        return (ctypes.c_void_p * 3)(*addresses)
-
-    params = EmbeddingCudaParams(
+def _params(
+    buffers: Buffers, ids: Sequence[Tensor], tables: Sequence[Tensor], norm: RowNormParams
+) -> EmbeddingCudaParams:
+    """What forward and backward kernels get."""
+    tokens = TokenIds(
+        _pointers(map(buffers.read, ids)), (ctypes.c_int64 * 3)(*map(len, tables)), len(ids[0])
+    )
+    return EmbeddingCudaParams(
         norm=norm,
         table_dtype=DTYPES[tables[0].dtype],
-        tokens=TokenIds(
-            pointers(map(buffers.read, ids)),
-            (ctypes.c_int64 * 3)(*(len(t) for t in tables)),
-            tokens,
-        ),
-        tables=pointers(map(buffers.read, tables)),
-        y=buffers.write(results["y"]),
-        dtables=pointers(buffers.write(results[name]) for name in names),
+        tokens=tokens,
+        tables=_pointers(map(buffers.read, tables)),
     )
-    kernels.call("embedding_forward", ctypes.byref(params))
-    if dy is not None:
-        sizes = (ctypes.c_int64 * 5)()
-        kernels.call("embedding_scratch", ctypes.byref(params), sizes)
-        partials, pieces, words, stride, tickets = sizes
-        params.norm.partials = buffers.write(torch.empty(2, partials, hidden))
-        params.pieces = buffers.write(torch.empty(pieces, stride))
-        params.dz = buffers.write(torch.empty(tokens, stride))
-        space = torch.full((words,), -(2**31), dtype=torch.int32)
-        params.sort_space = kernels.register(space).data_ptr()
-        with buffers.tickets(tickets) as params.norm.tickets:
-            kernels.call("embedding_backward", ctypes.byref(params))
-    return results
+
+
+def _pointers(addresses: Iterable[int | None]) -> ctypes.Array:
+    return (ctypes.c_void_p * 3)(*addresses)
+
+
+@on_the_model(model)
+def embedding_layer_norm(
+    input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor, word: Tensor,
+    position: Tensor, token_type: Tensor, weight: Tensor, bias: Tensor, dropout_p: float,
+    eps: float, out_dtype: torch.dtype, rng: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    buffers, tokens = Buffers(model()), len(input_ids)
+    y = word.new_empty(tokens, word.shape[1], dtype=out_dtype)
+    norm = row_norm_params(buffers, out_dtype, tokens, weight, dropout_p, rng)
+    mean, rstd = set_forward(buffers, norm, bias, eps)
+    ids, tables = (input_ids, position_ids, token_type_ids), (word, position, token_type)
+    params = _params(buffers, ids, tables, norm)
+    params.y = buffers.write(y)
+    model().call("embedding_forward", ctypes.byref(params))
+    return y, mean, rstd
+
+
+@on_the_model(model)
+def embedding_layer_norm_backward(
+    dy: Tensor, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor, word: Tensor,
+    position: Tensor, token_type: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor,
+    dropout_p: float, rng: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    kernels = model()
+    buffers, tokens = Buffers(kernels), len(input_ids)
+    norm = row_norm_params(buffers, dy.dtype, tokens, weight, dropout_p, rng)
+    dweight, dbias = set_backward(buffers, norm, dy, mean, rstd, weight)
+    ids, tables = (input_ids, position_ids, token_type_ids), (word, position, token_type)
+    params, gradients = _params(buffers, ids, tables, norm), [torch.empty_like(t) for t in tables]
+    params.dtables = _pointers(map(buffers.write, gradients))
+    sizes = (ctypes.c_int64 * 5)()
+    kernels.call("embedding_scratch", ctypes.byref(params), sizes)
+    partials, pieces, words, stride, tickets = sizes
+    params.norm.partials = buffers.write(torch.empty(2, partials, len(weight)))
+    params.pieces = buffers.write(torch.empty(pieces, stride))
+    params.dz = buffers.write(torch.empty(tokens, stride))
+    space = torch.full((words,), -(2**31), dtype=torch.int32)
+    params.sort_space = kernels.register(space).data_ptr()
+    with buffers.tickets(tickets) as params.norm.tickets:
+        kernels.call("embedding_backward", ctypes.byref(params))
+    return *gradients, dweight, dbias
 
 
 def sort(ids: Tensor, entries: int) -> tuple[Tensor, Tensor, Tensor]:

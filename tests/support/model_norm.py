@@ -1,10 +1,8 @@
-"""Runs the CUDA kernels of dropout_add_layer_norm on the model of a block, on torch CPU tensors."""
+"""dropout_add_layer_norm and its other forms on the model of a block."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -12,7 +10,8 @@ from torch import Tensor
 
 from gpu_model.block_model import Model
 from tests.support import reference
-from tests.support.model_checks import DTYPES, load_kernels
+from tests.support.backends import on_the_model
+from tests.support.model_checks import DTYPES, Buffers, load_kernels
 
 
 class RowNormParams(ctypes.Structure):
@@ -46,125 +45,115 @@ def model() -> Model:
     return load_kernels("norm", "norm_params_size", NormCudaParams)
 
 
-class Buffers:
-    """Tensors that kernels may touch, and their addresses."""
-
-    def __init__(self, kernels: Model) -> None:
-        self.kernels = kernels
-        self.alive: list[Tensor] = []
-        kernels.clear()
-
-    def read(self, x: Tensor | None) -> int | None:
-        if x is None:
-            return None
-        self.alive.append(self.kernels.register(x, writable=False))
-        return x.data_ptr()
-
-    def write(self, x: Tensor | None) -> int | None:
-        if x is None:
-            return None
-        # Every element has to be written: NaN would show.
-        self.alive.append(self.kernels.register(x.fill_(torch.nan)))
-        return x.data_ptr()
-
-    @contextmanager
-    def tickets(self, count: int) -> Iterator[int]:
-        """The address of counters for a kernel, which has to leave them as it gets them: zero."""
-        counters = self.kernels.register(torch.zeros(count, dtype=torch.int32))
-        yield counters.data_ptr()
-        assert not counters.any()
-
-
 def row_norm_params(
-    buffers: Buffers, dtype: torch.dtype, rows: int, weight: Tensor, bias: Tensor | None, p: float,
-    eps: float, rng: Tensor | None, dy: Tensor | None, rms: bool = False,
-) -> tuple[RowNormParams, dict[str, Tensor]]:  # fmt: skip
-    """What all kernels with a LayerNorm get, and the results that it points to."""
-    results = {"rstd": torch.empty(rows), "dweight": torch.empty_like(weight)}
-    if not rms:
-        results["mean"] = torch.empty(rows)
-    if bias is not None:
-        results["dbias"] = torch.empty_like(bias)
-    params = RowNormParams(
+    buffers: Buffers, dtype: torch.dtype, rows: int, weight: Tensor, p: float, rng: Tensor | None
+) -> RowNormParams:
+    """What forward and backward kernels with a norm get of it."""
+    return RowNormParams(
         dtype=DTYPES[dtype],
         parameter_dtype=DTYPES[weight.dtype],
         rows=rows,
         hidden=len(weight),
-        eps=eps,
         keep_threshold=reference.keep_threshold(p),
         rng=buffers.read(rng) if p else None,
         weight=buffers.read(weight),
-        bias=buffers.read(bias),
-        dy=buffers.read(dy),
-        **{name: buffers.write(x) for name, x in results.items()},
     )
-    return params, results
 
 
-def norm_params(
-    buffers: Buffers,
-    norm: ctypes.Structure,
-    x: Tensor,
-    x_bias: Tensor | None,
-    residual: Tensor | None,
-    results: dict[str, Tensor],
-    dsum: Tensor | None = None,
-) -> NormCudaParams:
-    """What the kernels take; of the results those that there are."""
-    return NormCudaParams(
-        norm=norm,
+def set_forward(
+    buffers: Buffers, norm: RowNormParams, bias: Tensor | None, eps: float, rms: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Adds what only a forward pass gets of a norm; returns mean ([0] with rms) and rstd."""
+    mean, rstd = torch.empty(0 if rms else norm.rows), torch.empty(norm.rows)
+    norm.bias, norm.eps = buffers.read(bias), eps
+    norm.mean, norm.rstd = None if rms else buffers.write(mean), buffers.write(rstd)
+    return mean, rstd
+
+
+def set_backward(
+    buffers: Buffers, norm: RowNormParams, dy: Tensor, mean: Tensor | None, rstd: Tensor,
+    weight: Tensor, bias: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Adds what only a backward pass gets of a norm; returns dweight and dbias."""
+    dweight, dbias = torch.empty_like(weight), weight.new_empty(len(weight) if bias else 0)
+    norm.dy, norm.mean, norm.rstd = (buffers.read(t) for t in (dy, mean, rstd))
+    norm.dweight, norm.dbias = buffers.write(dweight), buffers.write(dbias) if bias else None
+    return dweight, dbias
+
+
+def forward_params(
+    buffers: Buffers, x: Tensor, x_bias: Tensor | None, residual: Tensor | None, weight: Tensor,
+    bias: Tensor | None, p: float, eps: float, rng: Tensor | None, rms: bool, return_sum: bool,
+) -> tuple[NormCudaParams, tuple[Tensor, ...]]:  # fmt: skip
+    """Parameters of a forward kernel; y, sum, mean and rstd."""
+    y, total = torch.empty_like(x), torch.empty_like(x) if return_sum else x.new_empty(0)
+    params = NormCudaParams(
+        norm=row_norm_params(buffers, x.dtype, x.numel() // len(weight), weight, p, rng),
         x_bias_dtype=0 if x_bias is None else DTYPES[x_bias.dtype],
         x=buffers.read(x),
         x_bias=buffers.read(x_bias),
         residual=buffers.read(residual),
-        dsum=buffers.read(dsum),
-        **{
-            name: buffers.write(results.get(name))
-            for name in ("y", "sum", "dx", "dresidual", "dx_bias")
-        },
+        y=buffers.write(y),
+        sum=buffers.write(total) if return_sum else None,
     )
+    return params, (y, total, *set_forward(buffers, params.norm, bias, eps, rms))
 
 
-def layer_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_bias: Tensor | None,
-    dy: Tensor,
-    *,
-    p: float = 0.0,
-    eps: float = 1e-5,
-    rng: Tensor | None = None,
-    rms: bool = False,
+@on_the_model(model)
+def dropout_add_layer_norm(
+    x: Tensor, x_bias: Tensor | None, residual: Tensor | None, weight: Tensor,
+    bias: Tensor | None, dropout_p: float, eps: float, rng: Tensor | None, rms: bool = False,
     return_sum: bool = False,
-    dsum: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """x, residual, dy and dsum are [rows, hidden]. y, dx, dresidual, dweight, dbias, dx_bias, mean,
-    rstd and sum; without what there is no operand for, and with dresidual = dx where p is 0."""
-    kernels = model()
-    buffers = Buffers(kernels)
-    norm, results = row_norm_params(
-        buffers, x.dtype, len(x), weight, bias, p, eps, rng, dy, rms
-    )  # fmt: skip
-    if return_sum:
-        results["sum"] = torch.empty_like(x)
-    results |= {"y": torch.empty_like(x), "dx": torch.empty_like(x)}
-    if residual is not None and p:
-        results["dresidual"] = torch.empty_like(x)
-    if x_bias is not None:
-        results["dx_bias"] = torch.empty_like(x_bias)
-    params = norm_params(buffers, norm, x, x_bias, residual, results, dsum)
-    kernels.call("norm_forward", ctypes.byref(params))
-    sizes = (ctypes.c_int64 * 2)()
-    kernels.call("norm_scratch", ctypes.byref(params), sizes)
-    rows, tickets = sizes
-    params.norm.partials = buffers.write(torch.empty(3, rows, x.shape[1]))
-    if return_sum:  # the backward pass gets nothing else
-        params.of_sum, params.x = True, params.sum
-        params.x_bias = params.residual = params.sum = None
-    with buffers.tickets(tickets) as params.norm.tickets:
-        kernels.call("norm_backward", ctypes.byref(params))
-    if residual is not None and not p:
-        results["dresidual"] = results["dx"]
+) -> tuple[Tensor, ...]:  # fmt: skip
+    params, results = forward_params(
+        Buffers(model()), x, x_bias, residual, weight, bias, dropout_p, eps, rng, rms, return_sum
+    )
+    model().call("norm_forward", ctypes.byref(params))
     return results
+
+
+def _backward(
+    buffers: Buffers, params: NormCudaParams, x: Tensor, x_bias: Tensor | None,
+    own_dresidual: bool, dweight: Tensor, dbias: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dx, none = torch.empty_like(x), x.new_empty(0)
+    dresidual = torch.empty_like(x) if own_dresidual else none
+    dx_bias = none if x_bias is None else torch.empty_like(x_bias)
+    params.dx = buffers.write(dx)
+    if own_dresidual:
+        params.dresidual = buffers.write(dresidual)
+    if x_bias is not None:
+        params.dx_bias, params.x_bias_dtype = buffers.write(dx_bias), DTYPES[x_bias.dtype]
+    scratch = (ctypes.c_int64 * 2)()
+    model().call("norm_scratch", ctypes.byref(params), scratch)
+    params.norm.partials = buffers.write(torch.empty(3, scratch[0], len(dweight)))
+    with buffers.tickets(scratch[1]) as params.norm.tickets:
+        model().call("norm_backward", ctypes.byref(params))
+    return dx, dresidual, dx_bias, dweight, dbias
+
+
+@on_the_model(model)
+def dropout_add_layer_norm_backward(
+    dy: Tensor, x: Tensor, x_bias: Tensor | None, residual: Tensor | None, weight: Tensor,
+    mean: Tensor | None, rstd: Tensor, dropout_p: float, rng: Tensor | None, bias: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    buffers = Buffers(model())
+    norm = row_norm_params(buffers, x.dtype, len(rstd), weight, dropout_p, rng)
+    results = set_backward(buffers, norm, dy, mean, rstd, weight, bias)
+    params = NormCudaParams(norm=norm, x=buffers.read(x), x_bias=buffers.read(x_bias))
+    params.residual = buffers.read(residual)
+    own = residual is not None and dropout_p > 0.0
+    return _backward(buffers, params, x, x_bias, own, *results)
+
+
+@on_the_model(model)
+def dropout_add_norm_sum_backward(
+    dy: Tensor, dsum: Tensor | None, sum: Tensor, x_bias: Tensor | None, weight: Tensor,
+    mean: Tensor | None, rstd: Tensor, dropout_p: float, rng: Tensor | None, bias: bool,
+    residual: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    buffers = Buffers(model())
+    norm = row_norm_params(buffers, sum.dtype, len(rstd), weight, dropout_p, rng)
+    results = set_backward(buffers, norm, dy, mean, rstd, weight, bias)
+    params = NormCudaParams(norm=norm, of_sum=True, x=buffers.read(sum), dsum=buffers.read(dsum))
+    return _backward(buffers, params, sum, x_bias, residual and dropout_p > 0.0, *results)

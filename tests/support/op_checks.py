@@ -38,7 +38,7 @@ def results_of(
             leaves.append(None)
             continue
         wide = precision if precision == torch.float64 else x.dtype
-        leaves.append(x.detach().to(wide, copy=True).requires_grad_())
+        leaves.append(x.detach().to(wide).requires_grad_())  # an unaligned one stays where it is
     out = function(*leaves)
     first = out[0] if isinstance(out, tuple) else out
     first.backward(dout.to(first.dtype))

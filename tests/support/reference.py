@@ -226,7 +226,8 @@ def dropout_add_layer_norm(
     y = x if x_bias is None else x + x_bias.to(x.dtype)
     if dropout_p > 0.0 and rng is not None:
         flat = y.reshape(-1, y.shape[-1])
-        y = (flat * row_mask(rng, dropout_p, *flat.shape)).view_as(y) * dropout_scale(dropout_p)
+        mask = row_mask(rng, dropout_p, *flat.shape).to(y.device)
+        y = (flat * mask).view_as(y) * dropout_scale(dropout_p)
     if residual is not None:
         y = residual + y
     weight, bias = weight.to(y.dtype), None if bias is None else bias.to(y.dtype)
@@ -296,7 +297,7 @@ def embedding_layer_norm(
     x = word[input_ids] + position[position_ids] + token_type[token_type_ids]
     y = functional.layer_norm(x, x.shape[-1:], ln_weight, ln_bias, eps)
     if dropout_p > 0.0 and rng is not None:
-        y = y * row_mask(rng, dropout_p, *y.shape) * dropout_scale(dropout_p)
+        y = y * row_mask(rng, dropout_p, *y.shape).to(y.device) * dropout_scale(dropout_p)
     return y
 
 

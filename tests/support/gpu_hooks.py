@@ -1,4 +1,4 @@
-"""What all GPU tests need around them.
+"""Hooks around all GPU tests, those of tests/cuda and of tests/ops.
 
 - On a GPU that multiplies no bf16, tests that need it are skipped.
 - Tests that need much memory (`large`) are skipped where less is free.
