@@ -175,9 +175,9 @@ def test_calibration_keeps_layers_that_lose_too_much(whole_layers):
         stock.encoder.layer[1].intermediate.dense.bias[3] = 3000.0
         stock.encoder.layer[1].output.dense.weight[:, 3] = 0.0
     ours = hf.unpad(clone(stock), weights="int8")
-    cosines = hf.calibrate(ours, call, 0.999)
+    cosines = hf.calibrate(ours, call, 0.9)
     assert list(cosines) == ["encoder.layer.0", "encoder.layer.1"]
-    assert cosines["encoder.layer.0"] > 0.999 > cosines["encoder.layer.1"]
+    assert cosines["encoder.layer.0"] > 0.9 > cosines["encoder.layer.1"]
     del whole_layers[:]
     with torch.no_grad():
         first(ours, call)

@@ -272,8 +272,10 @@ def test_initial_weights_that_are_cut_off_and_scaled() -> None:
         small = ".output.dense." in name or ".transform." in name
         std = config.initializer_range / (4.0 if small else 1.0)
         assert parameter.abs().max() <= 2 * std, name
-        # What is left of a normal distribution that is cut off at two standard deviations.
-        assert parameter[:500].std().item() == pytest.approx(0.8796 * std, rel=0.03), name
+        # What is left of a normal distribution that is cut off at two standard deviations has 0.88
+        # of its spread and a kurtosis of 2.4: six standard errors of the spread of these samples.
+        rel = 6 * (1.4 / (4 * parameter[:500].numel())) ** 0.5
+        assert parameter[:500].std().item() == pytest.approx(0.8796 * std, rel=rel), name
 
 
 def test_scaled_angles_and_half_windows_of_modernbert() -> None:
