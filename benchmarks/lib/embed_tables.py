@@ -22,7 +22,30 @@ def embedding() -> str:
     if not found:
         return "Not measured yet:\n\n" + commands("python -m benchmarks.embed")
     parts = [part for name, result in found.items() for part in _figures(name, result)]
-    return "\n\n".join(part for part in [*parts, figures("embed*")] if part)
+    return "\n\n".join(part for part in [*parts, figures("embed*"), *_serving()] if part)
+
+
+def _serving() -> Iterator[str]:
+    """The load test of the server of examples/embedding_server.py."""
+    for name, found in runs("serve").items():
+        yield f"### A server ({found['machine']['cpu']})"
+        yield (
+            f"`examples/embedding_server.py` with {found['shape']}, texts of the lengths "
+            f"`{found['lengths']}`, one a request; a client sends the next one when it has the "
+            "answer. The peer is sentence-transformers on PyTorch behind the same server, in "
+            f"batches of 32 sorted by length. {count(found['rounds'], 'round')} in turns, medians; "
+            "in brackets the slowest and the fastest round."
+        )
+        yield source(name, found)
+        rows = []
+        for cell in found["cells"]:
+            for x in cell["results"]:
+                rates = [run["texts_per_second"] for run in x["rounds"]]
+                rate = f"{x['texts_per_second']:.0f} ({min(rates):.0f} to {max(rates):.0f})"
+                rows.append([str(cell["clients"]), x["contender"], rate])
+                rows[-1] += [f"{1e3 * x[key]:.0f}" for key in ("p50", "p99")]
+        header = ["clients", "behind the server", "texts a second", "p50, ms", "p99, ms"]
+        yield table(header, rows, text_columns=2)
 
 
 def _figures(name: str, found: Result) -> Iterator[str]:
