@@ -20,7 +20,7 @@ from bert_unpad._full_disk import named_if_full
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.formats import FORMATS
 from bert_unpad.data.formats.sources import open_source
-from bert_unpad.data.objective import Objective
+from bert_unpad.data.objective import Documents, Objective
 from bert_unpad.data.preparation.blocks import BLOCK_BYTES, check_outside
 from bert_unpad.data.preparation.build import MEMORY, check_settings, example_settings
 from bert_unpad.data.preparation.engines import Engine, InProcess, Processes, available_cores
@@ -39,7 +39,6 @@ from bert_unpad.data.prepared import (
     read_prepared,
 )
 from bert_unpad.data.store.cache import chosen_cache_dir
-from bert_unpad.data.text.documents import Documents
 
 _SAMPLE_MB = 200.0
 _CHECKED = 4096  # examples looked at together

@@ -11,10 +11,9 @@ from bert_unpad._tiers import advanced, code_only
 from bert_unpad.data.formats import refuse_foreign
 from bert_unpad.data.masking import MaskUnit, check_masking_arguments, masking_rates
 from bert_unpad.data.mixture import check_mixture
-from bert_unpad.data.objective import SECOND_SEGMENTS, Objective
+from bert_unpad.data.objective import SECOND_SEGMENTS, Documents, Objective
 from bert_unpad.data.prepared import holds_examples, may_have_pairs
 from bert_unpad.data.store.shards import MAX_LENGTH
-from bert_unpad.data.text.documents import Documents
 from bert_unpad.data.text.json_tokenizer import JsonTokenizer
 from bert_unpad.data.text.pairs import MIN_SEQ_LENGTH
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS, TextTokenizer, WordPieceTokenizer

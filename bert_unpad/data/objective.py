@@ -6,6 +6,8 @@ from typing import Literal
 
 Objective = Literal["mlm_nsp", "mlm", "mlm_sop", "rtd"]
 """`data.objective`."""
+Documents = Literal["apart", "joined"]
+"""`data.documents`."""
 SecondSegment = Literal["next_or_random", "in_order_or_swapped"]
 
 SECOND_SEGMENTS: dict[Objective, SecondSegment | None] = {

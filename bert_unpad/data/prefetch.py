@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -17,14 +17,9 @@ class _Channel(Generic[Collated]):
     """
 
     def __init__(self, depth: int) -> None:
-        self.ready: deque[tuple[Collated | None, Any, BaseException | None]] = deque()
-        self.filled = threading.Semaphore(0)
+        self.ready = queue.SimpleQueue[tuple[Collated | None, Any, BaseException | None]]()
         self.room = threading.Semaphore(depth)
         self.closed = False
-
-    def put(self, inputs: Collated | None, state: Any, error: BaseException | None) -> None:
-        self.ready.append((inputs, state, error))
-        self.filled.release()
 
 
 class Prefetcher(Iterator[Collated]):
@@ -84,15 +79,13 @@ class Prefetcher(Iterator[Collated]):
         """
         if self._channel.closed:
             raise StopIteration
-        if not self._channel.filled.acquire(timeout=seconds):
-            raise TimeoutError(f"no batch within {seconds} s")
-        inputs, state, error = self._channel.ready.popleft()
-        if error is not None:
+        try:
+            inputs, state, error = self._channel.ready.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError(f"no batch within {seconds} s") from None
+        if inputs is None or error is not None:
             self.close()
-            raise error
-        if inputs is None:
-            self.close()
-            raise StopIteration
+            raise StopIteration if error is None else error
         self._channel.room.release()
         self.state = state
         return inputs
@@ -112,7 +105,7 @@ class Prefetcher(Iterator[Collated]):
         self._channel.closed = True
         self._channel.room.release()
         self._thread.join(seconds)
-        self._channel.ready.clear()
+        self._channel.ready = queue.SimpleQueue()
 
     def __enter__(self) -> Prefetcher[Collated]:
         return self
@@ -144,10 +137,10 @@ def _collate_ahead(
                 return
             indices = next(iterator, None)
             if indices is None:
-                channel.put(None, None, None)
+                channel.ready.put((None, None, None))
                 return
             state = get_state() if get_state is not None else None
             inputs: Any = collator(indices, epoch)
-            channel.put(inputs.pin_memory() if pin_memory else inputs, state, None)
+            channel.ready.put((inputs.pin_memory() if pin_memory else inputs, state, None))
     except BaseException as error:
-        channel.put(None, None, error)
+        channel.ready.put((None, None, error))

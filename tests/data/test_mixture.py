@@ -224,11 +224,9 @@ def test_joined_examples(parts, tmp_path):
     whole = Joined(parts)
     assert len(whole) == sum(SIZES)
     order = np.random.default_rng(derived(1)).permutation(len(whole)).tolist()
-    bounds = np.cumsum([0, *SIZES])
     wanted = [(source, i) for source, size in enumerate(SIZES) for i in range(size)]
     assert origin(whole, order) == [wanted[i] for i in order]
     assert len(whole.batch(np.empty(0, np.int64))) == 0
-    assert bounds[-1] == len(whole)
     total = sum(part.target_counts() for part in parts)
     assert whole.target_counts().tolist() == total.tolist()
 

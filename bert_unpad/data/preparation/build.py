@@ -226,12 +226,6 @@ def example_settings(config: DataConfig, tokenizer: TextTokenizer | None) -> dic
     return settings
 
 
-def begin_build(build: Build, about: dict[str, Any]) -> None:
-    """Makes the folders of a preparation, or takes those that were begun; see `begin_work`."""
-    about = {**about, "block_bytes": build.block_bytes}
-    begin_work(build.folder, about, (build.spool.name, build.duplicates.name))
-
-
 def begin_work(folder: Path, about: dict[str, Any], inside: Iterable[str] = ()) -> None:
     """Makes the folders of unfinished work, or takes those of work that was begun with the same.
 
@@ -283,7 +277,7 @@ def check_settings(folder: Path, found: dict[str, Any], about: dict[str, Any]) -
 
 
 def open_build(folder: Path) -> tuple[Build, dict[str, Any]]:
-    """Opens a preparation that was begun; also returns what `begin_build` was told about it."""
+    """Opens a preparation that was begun; also returns what `begin_work` was told about it."""
     path = folder / "work" / ABOUT
     if not path.exists():
         raise ValueError(f"output: expected a preparation that was begun in {folder}, got none")

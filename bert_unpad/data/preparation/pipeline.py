@@ -23,7 +23,7 @@ from tqdm import tqdm
 from bert_unpad.data.config import DataConfig
 from bert_unpad.data.formats.sources import Source
 from bert_unpad.data.preparation.blocks import BLOCK_BYTES, Block, cut, identity
-from bert_unpad.data.preparation.build import MEMORY, Build, Corpus, begin_build, example_settings
+from bert_unpad.data.preparation.build import MEMORY, Build, Corpus, begin_work, example_settings
 from bert_unpad.data.preparation.duplicates import duplicates_path, find_duplicates, num_ranges
 from bert_unpad.data.preparation.engines import Engine
 from bert_unpad.data.preparation.join import join_pieces, missing_pieces
@@ -112,8 +112,9 @@ class Pipeline:
             **example_settings(config, self._tokenizer),
             "source": source.name,
             "content": self._identity if content is None else content,
+            "block_bytes": block_bytes,
         }
-        begin_build(self.build, about)
+        begin_work(folder, about, (self.build.spool.name, self.build.duplicates.name))
         self._others = OtherParts(self.build.work, self._part)
 
     def run(self) -> dict[str, int]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 import math
+import queue
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -160,8 +160,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
         self._sums = np.zeros(2, np.uint64)  # of what this rank has read, and of what it was given
         self._in_epoch = sum(map(sum, [self._position.positions, *self._position.past]))
         self._closed = False
-        self._ready: deque[ExchangedStep | BaseException | None] = deque()
-        self._filled = threading.Semaphore(0)
+        self._ready = queue.SimpleQueue[ExchangedStep | BaseException | None]()
         self._room = threading.Semaphore(depth)
         self._reader = StepReader(
             stream,
@@ -223,14 +222,10 @@ class ExampleExchange(Iterator[ExchangedStep]):
             ExchangeError: some rank's reader has failed or is late.
             StopIteration: the exchange was closed.
         """
-        self._filled.acquire()
-        item = self._ready.popleft()
+        item = self._ready.get()
         if item is None or isinstance(item, BaseException):
-            self._ready.append(None)
-            self._filled.release()
-            if item is None:
-                raise StopIteration
-            raise item
+            self._ready.put(None)
+            raise StopIteration if item is None else item
         self._room.release()
         return item
 
@@ -253,17 +248,13 @@ class ExampleExchange(Iterator[ExchangedStep]):
         else:
             self._transport.close()
         self._reader.close(WAIT_SLICE)
-        self._put(None)
+        self._ready.put(None)
 
     def __enter__(self) -> ExampleExchange:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _put(self, item: ExchangedStep | BaseException | None) -> None:
-        self._ready.append(item)
-        self._filled.release()
 
     def _run(self) -> None:
         """The thread: rounds until something ends them."""
@@ -274,11 +265,11 @@ class ExampleExchange(Iterator[ExchangedStep]):
                 while step is None:  # more than once where an epoch ends
                     step = self._round(*self._reader.take(self._warmup.parts(self._updates)))
                 self._updates += 1
-                self._put(step)
+                self._ready.put(step)
         except _Stopped:
-            self._put(None)
+            self._ready.put(None)
         except ExchangeError as error:
-            self._put(error)
+            self._ready.put(error)
         except BaseException as error:
             broken = ExchangeError(
                 f"rank {self.rank}: the exchange of examples broke down "
@@ -286,7 +277,7 @@ class ExampleExchange(Iterator[ExchangedStep]):
                 [],
             )
             broken.__cause__ = error
-            self._put(broken)
+            self._ready.put(broken)
 
     def _round(
         self, status: int, batch: ExampleBatch, error: BaseException | None

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlencode
 
 import numpy as np
 
-from bert_unpad.data.objective import Objective
+from bert_unpad.data.objective import Documents, Objective
 from bert_unpad.data.prefetch import Prefetcher
 from bert_unpad.data.prepared import STREAM
 from bert_unpad.data.store.example_batch import ExampleBatch
@@ -30,7 +30,6 @@ from bert_unpad.data.streams.stream import (
     token_dtype,
 )
 from bert_unpad.data.text.corpus import tokenize
-from bert_unpad.data.text.documents import Documents
 from bert_unpad.data.text.examples import make_examples
 from bert_unpad.data.text.pairs import SPECIAL_PER_PAIR
 from bert_unpad.data.text.sentences import is_held_out, split_sentences

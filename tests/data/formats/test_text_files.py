@@ -9,7 +9,7 @@ import lzma
 
 import pytest
 
-from bert_unpad.data import DamagedDataError, DataConfig, prepare
+from bert_unpad.data import DamagedDataError
 from bert_unpad.data.formats import jsonl
 from bert_unpad.data.formats import text as plain_text
 from bert_unpad.data.formats.sources import open_source
@@ -172,20 +172,3 @@ def test_compressed_text_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"caf\xe9"))
     with pytest.raises(ValueError, match=r"a\.txt\.gz is not UTF-8"):
         read(tmp_path / "a.txt.gz", tmp_path)
-
-
-def test_the_same_data_whatever_the_format(tmp_path):
-    texts = [f"Word{i} and word{i + 1}. More of word{i % 7}." for i in range(60)]
-    (tmp_path / "a.txt").write_text("\n\n".join(texts))
-    (tmp_path / "b.jsonl.gz").write_bytes(
-        gzip.compress(lines([{"text": text} for text in texts]).encode())
-    )
-    data = [
-        prepare(
-            DataConfig(source=str(tmp_path / name), cache_dir=str(tmp_path), vocab_size=200),
-            progress=False,
-        )
-        for name in ("a.txt", "b.jsonl.gz")
-    ]
-    first, second = (d.train.batch(range(len(d.train))).tokens.tolist() for d in data)
-    assert first == second

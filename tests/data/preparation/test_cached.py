@@ -277,16 +277,6 @@ def test_a_build_with_damaged_files_is_begun_again(config, monkeypatch):
     assert prepare(config, progress=False).statistics["documents"] == 200
 
 
-def test_json_lines_are_not_read_again(config, tmp_path, monkeypatch):
-    path = tmp_path / "text.jsonl"
-    path.write_text("".join(f'{{"text": "The packed batch {n} reads."}}\n' for n in range(50)))
-    os.utime(path, (1_000_000_000, 1_000_000_000))
-    config = dataclasses.replace(config, source=str(path))
-    found = prepare(config, progress=False).path
-    monkeypatch.setattr(sources, "file_sha256", None)
-    assert prepare(config, progress=False).path == found
-
-
 def test_fingerprints_are_remembered_until_files_change(config, text_file, monkeypatch):
     os.utime(text_file, (1_000_000_000, 1_000_000_000))
     path = prepare(config, progress=False).path

@@ -290,7 +290,7 @@ def _one_cannot_wait(rank: int, world_size: int) -> list[str]:
     """Rank 0 gives up while others have no reason to join in another round; what it logs."""
     exchange = ExampleExchange(_stream(rank, world_size, [1000] * 3), batch_size=4)
     next(exchange)
-    while not exchange._ready:  # the last round that the others have room for
+    while exchange._ready.empty():  # the last round that the others have room for
         time.sleep(0.005)
     if rank == 0:
         logged = []

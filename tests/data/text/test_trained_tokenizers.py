@@ -23,6 +23,7 @@ from bert_unpad.data.preparation.pipeline import Pipeline
 from bert_unpad.data.text.json_tokenizer import load_tokenizer
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS
 from bert_unpad.pretrain.config import ConfigError, read_config
+from tests.support.prepared_text import WORDS as FEW
 from tests.support.seeds import derived
 
 KINDS = ("wordpiece", "bpe", "unigram")
@@ -80,6 +81,9 @@ def test_training_is_repeatable(kind):
     found = [train(kind, texts, 350) for _ in range(6)]
     assert len({json.dumps(tokenizer.identity()) for tokenizer in found}) == 1
     assert found[0].vocab_size > 250
+    # Few words, which leave letters in no piece.
+    texts = [f"N{i // 5} {' '.join(rng.choices(FEW, k=rng.randint(2, 14)))}." for i in range(600)]
+    assert len({json.dumps(train(kind, texts).identity()) for _ in range(4)}) == 1
 
 
 def test_saved_and_loaded(trained, tmp_path):
