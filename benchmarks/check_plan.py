@@ -37,10 +37,10 @@ from bert_unpad.costs.measure import (
     PassTimer,
     fit_link,
     link_times,
+    make_replica,
     time_together,
 )
 from bert_unpad.costs.network import Cluster, Link
-from bert_unpad.costs.replica import make_replica
 from bert_unpad.costs.sync import HOOK_COMPRESSIONS
 from bert_unpad.costs.timing import random_inputs, run_pass
 from bert_unpad.costs.workload import Workload

@@ -2,9 +2,8 @@
 
     python -m benchmarks.cuda_build                # registers and spills
     python -m benchmarks.cuda_build --sass         # and instructions
-    TABLE=docs/development/cuda-kernels.md
-    python -m benchmarks.cuda_build --table $TABLE # writes the table
-    python -m benchmarks.cuda_build --table $TABLE --check
+    python -m benchmarks.cuda_build --record       # notes them in benchmarks/results
+    python -m benchmarks.cuda_build --check        # compares them with what is noted
 
 A kernel that spills registers, keeps an array in local memory, or lost its tensor cores still gives
 right answers, only slowly, so no test of values sees it; nor that ptxas waits for each wgmma at
@@ -17,6 +16,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.lib import cuda_kernels, cuda_sass, cuda_table
+from bert_unpad._files import write_text
 
 
 def show(kernels: list[cuda_kernels.Kernel]) -> list[str]:
@@ -60,11 +60,9 @@ def main() -> None:
     root = Path(__file__).resolve().parent.parent
     parser.add_argument("folders", nargs="*", type=Path, help="default: build/native-*")
     parser.add_argument("--sass", action="store_true", help="look at the machine code")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write a Markdown table")
-    parser.add_argument("--check", action="store_true", help="only compare the table")
+    parser.add_argument("--record", action="store_true", help="note what the compiler made")
+    parser.add_argument("--check", action="store_true", help="compare it with what is noted")
     args = parser.parse_args()
-    if args.check and args.table is None:
-        parser.error("--check goes with --table")
     folders = args.folders or sorted((root / "build").glob("native-*"))
     kernels = cuda_kernels.collect(folders)
     if not kernels:
@@ -77,12 +75,12 @@ def main() -> None:
         errors += [f"no kernel has the recorded name {name!r}" for name in unused]
     if args.sass:
         errors += check_instructions(kernels, files)
-    if args.table:
+    if args.record or args.check:
         version = cuda_kernels.nvcc_version(folders)
-        table = cuda_table.render(kernels, cuda_sass.threads(files), version)
-        if not args.check:
-            cuda_table.write(args.table, table)
-        elif difference := cuda_table.difference(args.table, table):
+        record = cuda_table.render(kernels, cuda_sass.threads(files), version)
+        if args.record:
+            write_text(cuda_table.RECORD, record)
+        elif difference := cuda_table.difference(cuda_table.RECORD, record):
             errors.append(difference)
     for error in errors:
         print(f"error: {error}", file=sys.stderr)

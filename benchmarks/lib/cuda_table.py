@@ -1,17 +1,20 @@
-"""The table of docs/development/cuda-kernels.md, and the registers that kernels may use."""
+"""The record of what nvcc makes of each kernel, and the registers that kernels may use."""
 
 from __future__ import annotations
 
-import os
+import json
 import re
 from pathlib import Path
 
 from benchmarks.lib.cuda_kernels import Kernel
+from benchmarks.lib.harness import RESULTS
+
+RECORD = RESULTS / "model" / "cuda_kernels.json"
 
 # Registers that a thread of the kernels with these names may use, on the architectures that they
 # were tuned for: the last step before one block of 128 threads less fits on an SM. Launch bounds
 # promise less than that. Kernels without a step within reach have no entry; what they use is in
-# the table.
+# the record.
 TUNED = ("sm_80", "sm_90a")
 LIMITS = {
     r"attention_forward_kernel<\w+, 32,.*, AttentionLaunch>": 168,
@@ -29,21 +32,6 @@ LEFT_OUT = re.compile(
     r"<f16\b|bias_gelu\w+<\w+, 1,|masked_cross_entropy\w+<\w+, 1>|(rotary|glu)_\w+<\w+, 1,"
 )
 
-HEAD = """\
-# CUDA kernels
-
-What the compiler made of each kernel; written by `python -m benchmarks.cuda_build --table \
-docs/development/cuda-kernels.md`, and checked in CI. Blocks per SM are those that registers and \
-warps allow; shared memory that a launch asks for may allow fewer. Local memory counts spills and \
-stack. fp16 kernels, which are the bf16 ones with other instructions, and the scalar paths of \
-bias + GELU, gated linear units, the cross-entropy and rotary position embeddings are left out.
-
-nvcc {version}
-
-| kernel | arch | threads | registers | static shared, bytes | blocks per SM | local, bytes |
-|---|---|---:|---:|---:|---:|---:|
-"""
-
 
 def over_limit(kernel: Kernel) -> int:
     """The limit that a kernel exceeds; 0 if none."""
@@ -60,26 +48,17 @@ def unused_limits(kernels: list[Kernel]) -> list[str]:
 
 
 def render(kernels: list[Kernel], threads: dict[tuple[str, str], int], version: str) -> str:
-    rows = []
+    """The record in JSON, a line a kernel: its threads, registers, bytes of static shared memory,
+    and bytes of local memory, which are spills and stack."""
+    found = {"nvcc": version}
     for k in kernels:
-        if LEFT_OUT.search(k.readable):
-            continue
-        size = threads.get((k.name, k.arch), 0)
-        local = k.stack + k.spill_stores + k.spill_loads
-        cells = [size or "?", k.registers, k.shared, k.blocks_per_sm(size) if size else "?", local]
-        rows.append(f"| `{k.readable}` | {k.arch} | {' | '.join(map(str, cells))} |\n")
-    return HEAD.format(version=version) + "".join(rows)
-
-
-def version_of(table: str) -> str | None:
-    found = re.search(r"^nvcc (.+)$", table, re.MULTILINE)
-    return found[1] if found else None
-
-
-def write(path: Path, table: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(table)
-    os.replace(temporary, path)
+        if not LEFT_OUT.search(k.readable):
+            local = k.stack + k.spill_stores + k.spill_loads
+            row = [threads.get((k.name, k.arch), 0), k.registers, k.shared, local]
+            found[f"{k.readable} {k.arch}"] = row
+    return (
+        "{\n" + ",\n".join(f"{json.dumps(x)}: {json.dumps(y)}" for x, y in found.items()) + "\n}\n"
+    )
 
 
 def difference(path: Path, table: str) -> str:
@@ -87,13 +66,13 @@ def difference(path: Path, table: str) -> str:
     if not path.is_file():
         return f"{path} is missing"
     recorded = path.read_text()
+    old, new = (json.loads(text)["nvcc"] for text in (recorded, table))
     if recorded == table:
         return ""
-    if version_of(recorded) != version_of(table):
-        print(
-            f"{path} is of nvcc {version_of(recorded)}; this is {version_of(table)}: not compared"
-        )
+    if old != new:
+        print(f"{path} is of nvcc {old}; this is {new}: not compared")
         return ""
-    old, new = recorded.splitlines(), table.splitlines()
-    lines = [f"- {x}" for x in old if x not in new] + [f"+ {x}" for x in new if x not in old]
+    both = [text.replace(",\n", "\n").splitlines() for text in (recorded, table)]
+    lines = [f"- {x}" for x in both[0] if x not in both[1]]
+    lines += [f"+ {x}" for x in both[1] if x not in both[0]]
     return "\n".join([f"{path} is not current:", *(lines or ["the order of its lines"])])

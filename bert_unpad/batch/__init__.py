@@ -5,7 +5,7 @@
 """
 
 from bert_unpad.batch.inputs import PackedInputs, QueryRows
-from bert_unpad.batch.padding import pad, unpad
+from bert_unpad.batch.rows import pad, unpad
 from bert_unpad.batch.varlen import LengthGroup, VarlenBatch
 
 __all__ = ["LengthGroup", "PackedInputs", "QueryRows", "VarlenBatch", "pad", "unpad"]

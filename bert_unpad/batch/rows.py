@@ -1,4 +1,4 @@
-"""Gather and scatter of whole rows; each is the backward pass of the other.
+"""Gather and scatter of whole rows, and of padding; each is the backward pass of the other.
 
 An index might occur twice, so PyTorch's backward pass of a gather adds rows up: with float atomics
 on a GPU, row by row on a CPU. Here no index occurs twice, except for rows whose gradient is zero.
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from bert_unpad.batch.varlen import VarlenBatch
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
@@ -62,3 +64,32 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         return gather_rows(dy, *ctx.saved_tensors), None, None, None
+
+
+def unpad(x: Tensor, batch: VarlenBatch) -> Tensor:
+    """Drops the padding: [B, S, ...] -> [T, ...]. Differentiable.
+
+    Raises:
+        ValueError: the first two dimensions of x are not [batch_size, seqlen].
+    """
+    expected = (batch.batch_size, batch.seqlen)
+    if x.dim() < 2 or tuple(x.shape[:2]) != expected:
+        raise ValueError(f"x: expected shape {list(expected)} + [...], got {list(x.shape)}")
+    return gather_rows(x.flatten(0, 1), batch.indices)
+
+
+def pad(x: Tensor, batch: VarlenBatch, value: float = 0) -> Tensor:
+    """Puts packed rows back into the padded layout: [T, ...] -> [B, S, ...]. Differentiable.
+
+    Args:
+        x: packed rows [T, ...].
+        batch: how the rows are packed.
+        value: fills the padding.
+
+    Raises:
+        ValueError: the number of rows is not the batch's token count.
+    """
+    if x.dim() < 1 or x.shape[0] != batch.total:
+        raise ValueError(f"x: expected shape [{batch.total}, ...], got {list(x.shape)}")
+    rows = scatter_rows(x, batch.indices, batch.batch_size * batch.seqlen, value)
+    return rows.view(batch.batch_size, batch.seqlen, *x.shape[1:])

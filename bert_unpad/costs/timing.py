@@ -8,7 +8,7 @@ linear and quadratic in the length could not be told apart.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -107,7 +107,6 @@ def least_times(
 
 def fit_step_cost(
     config: BertConfig,
-    batches: Sequence[ArrayLike] | None = None,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -117,10 +116,10 @@ def fit_step_cost(
 ) -> tuple[ComputeCost, list[dict[str, float]]]:
     """Times whole training steps (forward, backward, AdamW) of a new model and fits their cost.
 
+    The batches are the `default_batches` of the model's positions.
+
     Args:
         config: the model.
-        batches: lengths of the sequences of each step; by default `default_batches` of the model's
-            positions.
         device: where.
         dtype: of the activations (autocast).
         rounds: how often each batch is timed.
@@ -136,7 +135,7 @@ def fit_step_cost(
     """
     if rounds < 1:
         raise ValueError(f"rounds: expected 1 or more, got {rounds}")
-    batches = default_batches(config.max_length) if batches is None else batches
+    batches = default_batches(config.max_length)
     device = torch.device(device)
     torch.manual_seed(seed)
     model = EncoderForPreTraining(config).to(device).train()

@@ -168,20 +168,3 @@ def flops_by_length(
         return first_moment / (20 * second), 0.0
     determinant = 20 * (second * fourth - third**2)
     return (fourth * first_moment - third * second_moment) / determinant, quadratic / determinant
-
-
-def padded_training_flops(
-    config: EncoderConfig, batch_size: int, seqlen: int, num_logits: int | None = None
-) -> int:
-    """Counts the operations of a forward and backward pass of a model that computes padding too.
-
-    Args:
-        config: the model's configuration.
-        batch_size: number of sequences B.
-        seqlen: length S that every sequence is padded to.
-        num_logits: number of positions whose logits the model computes; by default all B * S.
-    """
-    lengths = np.full(batch_size, seqlen, np.int64)
-    return training_flops(
-        config, lengths, batch_size * seqlen if num_logits is None else num_logits
-    )

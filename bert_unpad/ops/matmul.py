@@ -137,23 +137,20 @@ def product(
     return torch.addmm(addend, x, weight.t())
 
 
-def product_into(
-    y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None
-) -> Tensor:
-    """Writes x weight^T + bias + addend to y, without a derivative, and returns y.
+def product_into(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Writes x weight^T + bias to y, without a derivative, and returns y.
 
     Args:
         y: [tokens, out], x's dtype; its rows may lie apart.
-        x, weight, bias, addend: as of `product`.
+        x, weight, bias: as of `product`.
     """
     if x.dtype == torch.float32 and by_us(x, weight):
-        _ops.packed_product_(y, x, weight, bias, addend)
+        _ops.packed_product_(y, x, weight, bias, None)
         return y
     # Autocast does not change calls with `out`.
-    added = bias if addend is None else addend
-    if added is None:
+    if bias is None:
         return torch.mm(x, weight.t(), out=y)
-    return torch.addmm(added, x, weight.t(), out=y)
+    return torch.addmm(bias, x, weight.t(), out=y)
 
 
 def _opaque(x: Tensor, weight: Tensor) -> bool:

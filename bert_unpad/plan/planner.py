@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 
+from bert_unpad._balancer import EpochPlan
 from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.device import Device
 from bert_unpad.costs.gradient_buckets import Bucket, fill_buckets, gradients_of
@@ -15,15 +16,19 @@ from bert_unpad.costs.network import Cluster
 from bert_unpad.costs.optimizers import OPTIMIZER_COSTS
 from bert_unpad.costs.overlap import BACKWARD_SHARE, BucketOverlap
 from bert_unpad.costs.step import StepModel, StepTime
-from bert_unpad.costs.stragglers import straggler_share
 from bert_unpad.costs.sync import sync_buckets, weights_seconds
 from bert_unpad.costs.workload import Part, Workload
+from bert_unpad.data.sampling.histogram import sample_lengths
 from bert_unpad.nn.flops import training_flops
 from bert_unpad.plan.candidates import IN_PASSES, Candidate
 
 # What `recompute: gelu` adds to a pass: the GELU of each layer once more, which reads and writes a
 # twelfth of what the layer's forward and backward pass move. An estimate.
 _GELU_AGAIN = 0.02
+# Steps that are dealt to measure stragglers, or fewer of a large global batch.
+_STEPS, _EXAMPLES = 16, 2**17
+# `batching.strategy: exchange` by its scope, under the balancer's names.
+_DEALING = {"exchange": "random/world/lpt", "exchange_node": "random/node/lpt"}
 
 
 class Planner:
@@ -179,3 +184,34 @@ def _of_part(device: Device, workload: Workload, part: Part) -> Device:
 def _flops(workload: Workload) -> float:
     """Operations of a pass of some tokens, the same for all workloads."""
     return float(sum(training_flops(config, [128] * 64) for config in workload.encoders))
+
+
+def straggler_share(
+    workload: Workload, cost: ComputeCost, ranks: int, batch: int, node_ranks: int = 1
+) -> float:
+    """What the slowest rank computes beyond the mean, as a share of the mean.
+
+    Args:
+        workload: whose lengths and strategy are used.
+        cost: of a pass; its fixed part, the same on all ranks, does not count.
+        ranks: of the run.
+        batch: sequences of a rank and update.
+        node_ranks: ranks of a node, among which `exchange_node` exchanges.
+    """
+    if ranks == 1:
+        return 0.0
+    steps = min(_STEPS, max(_EXAMPLES // (ranks * batch), 2))
+    plan = EpochPlan(
+        sample_lengths(steps * ranks * batch, 0, workload.counts),
+        strategy=_DEALING.get(workload.strategy, workload.strategy),
+        num_replicas=ranks,
+        batch_size=batch,
+        seed=0,
+        epoch=0,
+        work=cost.work,
+        pool_steps=64,
+        exchange_ranks=node_ranks,
+    )
+    busy = plan.work(0, plan.steps)
+    mean = float(busy.mean())
+    return (float(busy.max(axis=1).mean()) - mean) / mean

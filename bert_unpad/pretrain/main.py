@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = read_settings(arguments)
         # After the settings are read, so that --help and mistakes need not wait for all of it.
         from bert_unpad.pretrain.pretrain import pretrain
-        from bert_unpad.pretrain.update.replaced import drop_refused
+        from bert_unpad.pretrain.update.arguments import drop_refused
 
         with join_ranks(settings.config) as ranks, named_if_full(settings.config.run_dir):
             logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")

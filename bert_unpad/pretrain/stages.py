@@ -16,8 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from bert_unpad._balancer import WorkModel
+from bert_unpad._cost_file import read_cost
 from bert_unpad.data import PreparedData
 from bert_unpad.data.sampling.speed_sampler import SpeedSampler
+from bert_unpad.nn import EncoderForPreTraining
+from bert_unpad.nn.flops import flops_by_length
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.feed.exchange_feed import ExchangedFeed
 from bert_unpad.pretrain.feed.rank_speeds import RankSpeeds
@@ -28,16 +32,16 @@ from bert_unpad.pretrain.feed.strategies import (
     feed_steps,
     warn_of_variation,
 )
-from bert_unpad.pretrain.feed.work import sequence_work
 from bert_unpad.pretrain.gradients.compute_clock import Spans
 from bert_unpad.pretrain.growth import Growth, Stage, add_layers, cut_layers, freeze
 from bert_unpad.pretrain.model import add_gradients_in_products
 from bert_unpad.pretrain.parallel import make_way
 from bert_unpad.pretrain.prepared_data import open_data
+from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.update.kinds import find_kind
 
-__all__ = ["Stages"]
+__all__ = ["Stages", "sequence_work"]
 
 logger = logging.getLogger(__name__)
 
@@ -231,3 +235,33 @@ class Stages:
             *(run.config, self.sampler, self._stage_data, run.ranks, run.progress.step),
             total_steps,
         )
+
+
+def sequence_work(
+    model: EncoderForPreTraining, cost_file: str | None, longest: int, ranks: Ranks
+) -> WorkModel:
+    """The work of a sequence: measured, or the floating-point operations of what the model trains.
+
+    All ranks call it, and get the same numbers; rank 0 reads the file.
+
+    Args:
+        model: with the layers that it has now, some of them maybe frozen.
+        cost_file: see `batching.cost_file`.
+        longest: tokens of the longest sequence.
+        ranks: the processes of the run.
+
+    Raises:
+        ConfigError: the file cannot be read or is none.
+    """
+    if cost_file is None:
+        return WorkModel(*flops_by_length(model.num_flops, longest))
+
+    def read() -> tuple[float, float]:
+        try:
+            linear, quadratic, _ = read_cost(cost_file)
+            WorkModel(linear, quadratic)  # which checks them
+        except (OSError, ValueError) as error:
+            raise ConfigError("batching.cost_file", str(error)) from error
+        return linear, quadratic
+
+    return WorkModel(*ranks.on_first(read))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -82,6 +82,12 @@ class _Updates:
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
         return self.params, grads, self.first, self.second
 
+    def run(self, op: Callable[..., object]) -> None:
+        """Makes the three updates."""
+        options = {"betas": _BETAS, "eps": _EPS, "weight_decay": _DECAY, "masters": self.masters}
+        for grads in self.grads:
+            op(*self.lists(grads), self.steps, lr=self.lr, **options)
+
     def compared(self, expected: Sequence[Tensor]) -> Iterator[Compared]:
         pairs = zip(self.params, expected, strict=True)
         yield from (Compared("weights", got, want) for got, want in pairs)
@@ -94,15 +100,8 @@ def adam_(inputs: Inputs) -> Iterator[Compared]:
     state = _Updates(inputs)
     expected = [x.clone().requires_grad_() for x in state.expected]
     peer = torch.optim.AdamW(expected, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY)
+    state.run(ops.adam_)
     for grads in state.grads:
-        ops.adam_(
-            *(*state.lists(grads), state.steps),
-            lr=state.lr,
-            masters=state.masters,
-            betas=_BETAS,
-            eps=_EPS,
-            weight_decay=_DECAY,
-        )
         for x, grad in zip(expected, grads, strict=True):
             x.grad = grad.double()
         peer.step()
@@ -128,15 +127,7 @@ def _lamb_expected(state: _Updates) -> list[Tensor]:
 @case
 def lamb_(inputs: Inputs) -> Iterator[Compared]:
     state = _Updates(inputs)
-    for grads in state.grads:
-        ops.lamb_(
-            *(*state.lists(grads), state.steps),
-            lr=state.lr,
-            masters=state.masters,
-            betas=_BETAS,
-            eps=_EPS,
-            weight_decay=_DECAY,
-        )
+    state.run(ops.lamb_)
     yield from state.compared(_lamb_expected(state))
 
 
@@ -145,15 +136,8 @@ def frozen_adam_(inputs: Inputs) -> Iterator[Compared]:
     state = _Updates(inputs)
     state.second = [x.square() + 0.1 for x in _tensors(inputs, torch.float32)]
     expected, first = list(state.expected), [torch.zeros_like(x) for x in state.expected]
+    state.run(ops.frozen_adam_)
     for step, grads in enumerate(state.grads, 1):
-        ops.frozen_adam_(
-            *(*state.lists(grads), state.steps),
-            lr=state.lr,
-            masters=state.masters,
-            betas=_BETAS,
-            eps=_EPS,
-            weight_decay=_DECAY,
-        )
         for i, grad in enumerate(grads):
             first[i] = _BETAS[0] * first[i] + (1 - _BETAS[0]) * grad.double()
             root = (state.second[i].double() / (1 - _BETAS[1] ** step)).sqrt() + _EPS
@@ -220,15 +204,7 @@ def _stable_expected(state: _Updates) -> list[Tensor]:
 @case
 def stable_adamw_(inputs: Inputs) -> Iterator[Compared]:
     state = _Updates(inputs)
-    for grads in state.grads:
-        ops.stable_adamw_(
-            *(*state.lists(grads), state.steps),
-            lr=state.lr,
-            masters=state.masters,
-            betas=_BETAS,
-            eps=_EPS,
-            weight_decay=_DECAY,
-        )
+    state.run(ops.stable_adamw_)
     yield from state.compared(_stable_expected(state))
 
 

@@ -1,6 +1,8 @@
-"""What benchmarks/cuda_build.py reads out of machine code, and the table that it keeps."""
+"""What benchmarks/cuda_build.py reads out of machine code, and the record that it keeps."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
@@ -96,17 +98,16 @@ def kernels_of(scripts, **change):
 
 def test_the_table_is_compared_with_what_is_built(scripts, tmp_path, capsys):
     table = scripts[2]
-    path = tmp_path / "kernels.md"
+    path = tmp_path / "kernels.json"
     text = table.render(kernels_of(scripts), {("k", "sm_80"): 128}, "13.0")
-    assert "| `some_kernel<bf16, 64>` | sm_80 | 128 | 168 | 16 | 3 | 0 |\n" in text
+    assert json.loads(text) == {"nvcc": "13.0", "some_kernel<bf16, 64> sm_80": [128, 168, 16, 0]}
     assert "is missing" in table.difference(path, text)
-    table.write(path, text)
+    path.write_text(text)
     assert table.difference(path, text) == ""
     other = table.render(kernels_of(scripts, registers=169), {("k", "sm_80"): 128}, "13.0")
-    assert "+ | `some_kernel<bf16, 64>` | sm_80 | 128 | 169 | 16 | 2 | 0 |" in table.difference(
-        path, other
-    )
-    assert table.difference(path, other.replace("nvcc 13.0", "nvcc 14.0")) == ""
+    line = '+ "some_kernel<bf16, 64> sm_80": [128, 169, 16, 0]'
+    assert line in table.difference(path, other)
+    assert table.difference(path, other.replace("13.0", "14.0")) == ""
     assert "not compared" in capsys.readouterr().out
 
 

@@ -44,7 +44,7 @@ def test_old_transformers_is_refused(monkeypatch):
     # transformers replaces itself in sys.modules while it is imported.
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
     with pytest.raises(ImportError, match=r"bert_unpad.hf needs transformers >= 5.0, but 4.57"):
-        hf._versions.require_transformers()
+        hf.require_transformers()
 
 
 @pytest.mark.parametrize("name", NAMES)

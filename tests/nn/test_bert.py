@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertConfig, BertForPreTraining
-from bert_unpad.nn.flops import forward_flops, padded_training_flops, training_flops
+from bert_unpad.nn.flops import forward_flops, training_flops
 from tests.support.seeds import derived
 from tests.support.tolerances import assert_same_gradients, assert_same_values
 
@@ -335,7 +335,6 @@ def test_flops_take_lengths_in_any_form():
         assert model.num_flops(form, inputs.num_masked) == expected
     assert model.num_flops(LENGTHS) == model.num_flops(LENGTHS, round(0.15 * sum(LENGTHS)))
     assert model.num_flops([]) == 0
-    assert padded_training_flops(TINY, 2, 9) == training_flops(TINY, [9, 9], 18)
 
 
 def test_flops_of_bert_large_on_wikipedia():

@@ -6,7 +6,7 @@ from typing import Any
 
 from bert_unpad.nn.families.family import Family, same
 
-_QKV = {
+QKV = {
     "attention.self.qkv": (
         "attention.self.query",
         "attention.self.key",
@@ -37,7 +37,7 @@ BERT = Family(
     architectures={"BertForPreTraining": ("mlm", "nsp"), "BertForMaskedLM": ("mlm",)},
     fields=SIZES,
     required=REQUIRED,
-    layer=_QKV,
+    layer=QKV,
     tied={
         "cls.predictions.decoder.weight": _WORDS.format("bert"),
         "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -60,7 +60,7 @@ ROBERTA = Family(
     required=REQUIRED,
     read_more=_read_roberta,
     trunk="roberta",
-    layer=_QKV,
+    layer=QKV,
     modules={
         "cls.predictions": "lm_head",
         "cls.predictions.transform.dense": "lm_head.dense",
@@ -87,7 +87,7 @@ ELECTRA = Family(
     read_more=_read_electra,
     write_more=lambda config: {"embedding_size": config.embedding_width},
     trunk="electra",
-    layer=_QKV,
+    layer=QKV,
     modules={
         "bert.embeddings.projection": "electra.embeddings_project",
         "cls.predictions": "generator_lm_head",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bert_unpad.nn.families.bert_like import QKV, SIZES
 from bert_unpad.nn.families.family import Family, same
 from bert_unpad.nn.families.rope import read_rope, read_ropes, write_rope
 
@@ -185,20 +186,13 @@ EUROBERT = Family(
 NOMIC_BERT = Family(
     model_type="nomic_bert",
     architectures={"NomicBertForMaskedLM": ("mlm",)},
-    fields=same(
+    fields=SIZES
+    | same(
         vocab_size=30528,
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        intermediate_size=3072,
         hidden_act="silu",
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         max_position_embeddings=2048,
-        type_vocab_size=2,
-        initializer_range=0.02,
-        layer_norm_eps=1e-12,
-        pad_token_id=0,
     )
     | {"attention_head_size": ("head_dim", None)},
     parts={
@@ -288,11 +282,7 @@ ESM = Family(
     trunk="esm",
     attention_norm="attention.LayerNorm",
     layer={
-        "attention.self.qkv": (
-            "attention.self.query",
-            "attention.self.key",
-            "attention.self.value",
-        ),
+        **QKV,
         "attention.output.LayerNorm": "LayerNorm",
     },
     final_norm="esm.encoder.emb_layer_norm_after",

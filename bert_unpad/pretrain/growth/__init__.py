@@ -1,6 +1,6 @@
-"""Schedules of what trains when: one small file each, and what they are made of.
+"""Schedules of what trains when, and what they are made of.
 
-A new one is a function `(GrowthConfig, Setting) -> Growth` in its own file in `schedules/`. Add its
+A new one is a function `(GrowthConfig, Setting) -> Growth` in `schedules.py`. Add its
 name to `SCHEDULES` and to `GrowthConfig.name`, and to `LIMITS` in config/limits.py the options that
 it reads and what it does not go with.
 """
@@ -10,9 +10,7 @@ from collections.abc import Callable
 from bert_unpad._import_path import resolve
 from bert_unpad.pretrain.config import GrowthConfig
 from bert_unpad.pretrain.growth.grow import add_layers, cut_layers, freeze
-from bert_unpad.pretrain.growth.schedules.lengths import lengths
-from bert_unpad.pretrain.growth.schedules.mslt import mslt
-from bert_unpad.pretrain.growth.schedules.stacking import stacking
+from bert_unpad.pretrain.growth.schedules import lengths, mslt, none, stacking
 from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage
 
 __all__ = [
@@ -27,13 +25,8 @@ __all__ = [
 ]
 
 
-def _none(config: GrowthConfig, setting: Setting) -> Growth:
-    """One stage that trains everything."""
-    return Growth((Stage(setting.total_steps, setting.layers, setting.max_seq_length),))
-
-
 SCHEDULES: dict[str, Callable[[GrowthConfig, Setting], Growth] | str] = {
-    "none": _none,
+    "none": none,
     "mslt": mslt,
     "stacking": stacking,
     "layer_drop": "bert_unpad.experimental.layer_drop.layer_drop",

@@ -1,5 +1,9 @@
 """The end of a run: the model in Hugging Face's layout, a summary, plots, and a look at its words.
 
+`AutoTokenizer` alone gives the trainer's ids, and `AutoModelForMaskedLM` its loss. What training
+knows without files is written down for that: the tokens around each text, how long a text may be,
+and whether the model has token types.
+
 Everything is worked out from metrics.jsonl and the model, so a run that is killed after its last
 step gets the same report when it is started again. summary.json is written last and says that the
 report is complete.
@@ -7,29 +11,31 @@ report is complete.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import platform
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bert_unpad._files import read_json_object, write_text
 from bert_unpad.data import PreparedData, most_frequent_token_rate
+from bert_unpad.data.text.tokenizer import TextTokenizer
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.losses import TASKS, Task
 from bert_unpad.pretrain.output.energy import joules_per_sequence
-from bert_unpad.pretrain.output.export import export
-from bert_unpad.pretrain.output.fill_mask import FilledText, fill_masks
 from bert_unpad.pretrain.output.metrics import numbers, read_json_lines
 from bert_unpad.pretrain.output.model_card import write_model_card
 from bert_unpad.pretrain.output.plots import draw_run
 from bert_unpad.pretrain.run import Progress, Run
 
-__all__ = ["is_reported", "write_report"]
+__all__ = ["export", "is_reported", "write_report"]
 
 _FILLED_EXAMPLES = 2
 _SHOWN_GUESSES = 12
@@ -189,3 +195,69 @@ def _sample(filled: FilledText) -> str:
         for truth, guess, probability in filled.guesses[:_SHOWN_GUESSES]
     )
     return "\n".join([f"\nHeld-out text:  {filled.text}", *guesses])
+
+
+def export(
+    model: EncoderForPreTraining, tokenizer: TextTokenizer, folder: Path, max_length: int
+) -> None:
+    """Writes the model and its tokenizer.
+
+    Args:
+        model: the trained model; its configuration gets the ids of the special tokens.
+        tokenizer: of its data.
+        folder: made if it does not exist.
+        max_length: longest example that it has been trained on, in tokens.
+    """
+    for part in (model, getattr(model, "generator", None)):
+        if part is not None:
+            extra = part.config.extra | _special_ids(tokenizer)
+            part.config = dataclasses.replace(part.config, extra=extra)
+    model.save_pretrained(folder)
+    tokenizer.export(folder, max_length, token_types=model.config.type_vocab_size > 1)
+
+
+def _special_ids(tokenizer: TextTokenizer) -> dict[str, int]:
+    return {
+        "cls_token_id": tokenizer.cls_id,
+        "sep_token_id": tokenizer.sep_id,
+        "bos_token_id": tokenizer.cls_id,
+        "eos_token_id": tokenizer.sep_id,
+        "mask_token_id": tokenizer.mask_id,
+    }
+
+
+@dataclass(frozen=True)
+class FilledText:
+    """One example."""
+
+    text: str
+    """The text with its masks, as the model has seen it."""
+    guesses: tuple[tuple[str, str, float], ...]
+    """For each token to predict: what was there, what the model says, its probability."""
+
+
+@torch.no_grad()
+def fill_masks(model: EncoderForPreTraining, data: PreparedData, examples: int) -> list[FilledText]:
+    """Fills the masks of held-out examples of about median length.
+
+    The model must be on one device and is left in evaluation mode.
+    """
+    lengths = data.validation.lengths.astype(np.int64)
+    near_median = np.argsort(np.abs(lengths - np.median(lengths)), kind="stable")[:examples]
+    device = next(model.parameters()).device
+    model.eval()
+    collate = data.collator("validation")
+    filled = []
+    for index in near_median:
+        inputs = collate(np.array([index]), 0)
+        logits, _ = model.logits(inputs.to(device))
+        known = logits[:, : data.tokenizer.vocab_size]  # the model's vocabulary may be larger
+        probability, guess = known.float().softmax(-1).max(-1)
+        guesses = zip(
+            (data.tokenizer.vocabulary[i] for i in inputs.masked_labels.tolist()),
+            (data.tokenizer.vocabulary[i] for i in guess.tolist()),
+            probability.tolist(),
+            strict=True,
+        )
+        filled.append(FilledText(data.tokenizer.decode(inputs.input_ids.tolist()), tuple(guesses)))
+    return filled

@@ -1,18 +1,25 @@
-"""Which options of `optimizer` its class takes, by its signature, and with which values."""
+"""Which options of `optimizer` its class takes, by its signature, and with which values.
+
+Of a file's options for another optimizer, those that it does not take are dropped.
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any
 
-from bert_unpad.pretrain.config import ConfigError, OptimizerConfig
-from bert_unpad.pretrain.update.kinds import Kind
+from bert_unpad.pretrain.config import ConfigError, OptimizerConfig, Settings
+from bert_unpad.pretrain.update.kinds import Kind, find_kind
 
-__all__ = ["class_arguments", "refused_options"]
+__all__ = ["class_arguments", "drop_refused", "refused_options"]
+
+logger = logging.getLogger(__name__)
 
 _NO_DEFAULT = (inspect.Parameter.empty, None)
 _FORMS = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}  # a value of each option
+_OF_THE_CLASS = ("lr", *_FORMS, "arguments")
 
 
 def class_arguments(kind: Kind, config: OptimizerConfig) -> dict[str, Any]:
@@ -99,3 +106,44 @@ def _has_form(default: Any, form: Any) -> bool:
     if isinstance(form, tuple):
         return isinstance(default, tuple | list) and len(default) == len(form)
     return isinstance(default, int | float) and not isinstance(default, bool)
+
+
+def drop_refused(settings: Settings) -> Settings:
+    """Leaves out the options that a file gives for another optimizer and the run's does not take.
+
+    One line of the log names them, and those that stay. Options of the command line, and those that
+    a file gives for this optimizer, are left as they are.
+
+    Raises:
+        ConfigError: there is no such optimizer.
+    """
+    optimizer = settings.config.optimizer
+    given = {
+        key: value
+        for key in _OF_THE_CLASS
+        if key in settings.replaced and (value := getattr(optimizer, key)) is not None
+    }
+    if not given:
+        return settings
+    refused = refused_options(find_kind(optimizer.name), optimizer)
+    entries = given.pop("arguments", {})
+    given |= {f"arguments.{key}": value for key, value in entries.items()}
+    dropped = {key: value for key, value in given.items() if key in refused}
+    kept = {key: value for key, value in given.items() if key not in refused}
+    logger.info(
+        "optimizer.name %s replaces the file's %s. Options of the file that it does not take are "
+        "dropped: %s. Kept: %s",
+        optimizer.name,
+        " and ".join(sorted({settings.replaced[key.partition(".")[0]] for key in given})),
+        _listed(dropped),
+        _listed(kept),
+    )
+    changes: dict[str, object] = dict.fromkeys(x for x in dropped if not x.startswith("arguments."))
+    if entries:
+        left = {key: value for key, value in entries.items() if f"arguments.{key}" in kept}
+        changes["arguments"] = left or None
+    return settings.with_optimizer(**changes)
+
+
+def _listed(options: dict[str, object]) -> str:
+    return ", ".join(f"optimizer.{key} {value}" for key, value in options.items()) or "nothing"

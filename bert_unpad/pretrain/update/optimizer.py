@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +26,10 @@ __all__ = [
 ]
 
 
-def _whole(
-    kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], **options: Any
-) -> torch.optim.Optimizer:
-    return kind(groups, **options)
-
-
 def build_optimizer(
     model: nn.Module,
     config: OptimizerConfig,
-    make: Callable[..., torch.optim.Optimizer] = _whole,
+    make: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer over all parameters; biases and LayerNorm weights are not decayed.
 
@@ -60,7 +53,8 @@ def build_optimizer(
         for some in groups:
             some.pop("weight_decay")
     try:
-        made = make(kind.optimizer, groups, **arguments)
+        whole = kind.optimizer
+        made = make(whole, groups, **arguments) if make else whole(groups, **arguments)
     except Exception as error:  # whatever the class raises
         raise ConfigError(
             "optimizer.name",

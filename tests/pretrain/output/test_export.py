@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.data import JsonTokenizer, train_tokenizer
 from bert_unpad.nn import EncoderForPreTraining
-from bert_unpad.pretrain.output.export import export
+from bert_unpad.pretrain.output.report import export
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,9 +13,9 @@ import yaml
 from bert_unpad.plan.inputs import workload_of
 from bert_unpad.plan.options import make_parser
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig, Settings, read_settings
+from bert_unpad.pretrain.update.arguments import drop_refused
 from bert_unpad.pretrain.update.check import check_optimizer
 from bert_unpad.pretrain.update.kinds import KINDS
-from bert_unpad.pretrain.update.replaced import drop_refused
 from tests.support.paths import CONFIGS
 from tests.support.pretrain_runs import go_back, losses, make_folder, run
 

@@ -17,9 +17,9 @@ from bert_unpad.nn.config import PRESETS
 from bert_unpad.nn.flops import training_flops
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.feed.strategies import warn_of_variation
-from bert_unpad.pretrain.feed.work import sequence_work
 from bert_unpad.pretrain.output.metrics import Window
 from bert_unpad.pretrain.ranks import Ranks
+from bert_unpad.pretrain.stages import sequence_work
 from tests.support.seeds import derived
 
 CPU = torch.device("cpu")
