@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -42,24 +43,21 @@ def compress(value: Tensor | None, error: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("size", [*SIZES, *LARGE])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scale_bits_and_error(
-    backend: Backend, dtype: torch.dtype | None, size: int, shift: int
-) -> None:
+def test_scale_bits_and_error(backend: Backend, dtype: torch.dtype | None, size: int) -> None:
     backend.assume(multiprocessors=1)
-    value, error = backend.put((draw(size, dtype), torch.randn(size)))
-    value, error = None if value is None else unaligned(value, shift), unaligned(error, shift)
-    before = error.clone()
-    bits, scale = compress(value, error)
+    value, before = backend.put((draw(size, dtype), torch.randn(size)))
     whole = before if value is None else value.float() + before
-    assert scale.dtype == torch.float32
-    assert scale.shape == ()
-    assert float(scale) == pytest.approx(float(rms(whole)), rel=1e-5)
-    want_bits, want_error = pack(value, before, scale)
-    assert torch.equal(bits, want_bits)
-    assert torch.equal(error, want_error)
+    for shift in (0, 1):
+        error = unaligned(before, shift)
+        bits, scale = compress(None if value is None else unaligned(value, shift), error)
+        assert scale.dtype == torch.float32
+        assert scale.shape == ()
+        assert float(scale) == pytest.approx(float(rms(whole)), rel=1e-5)
+        want_bits, want_error = pack(value, before, scale)
+        assert torch.equal(bits, want_bits)
+        assert torch.equal(error, want_error)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 4])
@@ -101,19 +99,19 @@ def test_negative_zero_is_negative(backend: Backend) -> None:
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("rows", [1, 2, 3, 9])
 @pytest.mark.parametrize("size", [*SIZES[1:], *LARGE[:-1]])
-@pytest.mark.parametrize("add", [False, True])
-def test_mean(backend: Backend, rows: int, size: int, add: bool, shift: int) -> None:
+def test_mean(backend: Backend, rows: int, size: int) -> None:
     bits = torch.randint(256, (rows, byte_count(size) + 2), dtype=torch.uint8)
     scales, start = torch.rand(rows), torch.randn(size)
     want = torch.zeros(size)
     for row, scale in zip(signs(bits), scales * torch.tensor(1 / rows), strict=True):
         want = want + row[:size] * scale
-    out = unaligned(backend.put(start), shift)
-    ops.sign_mean_(*backend.put((bits, scales)), out, add=add)
-    assert torch.equal(out.cpu(), start + want if add else want)
+    bits, scales, start, want = backend.put((bits, scales, start, want))
+    for shift, add in product((0, 1), (False, True)):
+        out = unaligned(start, shift)
+        ops.sign_mean_(bits, scales, out, add=add)
+        assert torch.equal(out, start + want if add else want)
 
 
 def test_factor_of_a_mean(backend: Backend) -> None:
