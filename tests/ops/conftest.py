@@ -2,7 +2,7 @@
 
 `@pytest.mark.backends("cpu", "cuda")`, on a test or on one of its cases, names the only ones.
 BERT_UNPAD_PTX_TESTS says how many run on `ptx`: `all`, `sample` (the default: one case of each
-test) or `none`.
+test) or `none`. Without a GPU one case of each test is skipped on `cuda`, the others are left out.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 import pytest
+import torch
 
 from tests.support import (  # noqa: F401 (operators of `block` and `ptx`)
     model_clip,
@@ -41,16 +42,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(
             f"BERT_UNPAD_PTX_TESTS: expected one of {PTX_TESTS}, got {wanted!r}"
         )
-    kept, left_out, seen = [], [], set()
+    gpu, kept, left_out, seen = torch.cuda.is_available(), [], [], set()
     for item in items:
         backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
         names = [mark.args for mark in item.iter_markers("backends")]
         assert {*chain(*names)} <= NAMES, item.nodeid
         if any(backend not in only for only in names):
             continue
-        if backend == "ptx" and wanted != "all":
-            function = (item.path, item.originalname)
-            if wanted == "none" or function in seen:
+        if (backend == "ptx" and wanted != "all") or (backend == "cuda" and not gpu):
+            function = (item.path, item.originalname, backend)
+            if function in seen or (backend == "ptx" and wanted == "none"):
                 left_out.append(item)
                 continue
             seen.add(function)

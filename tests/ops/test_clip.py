@@ -81,6 +81,9 @@ def test_bound_may_be_a_tensor(backend: Backend) -> None:
     ops.clip_bucket_(a, 0.7, factor=0.25)
     ops.clip_bucket_(b, backend.put(torch.tensor([0.7])), factor=0.25)
     assert torch.equal(a, b)
+    (c,) = backend.put([draw(1000, torch.float32)])
+    torch.ops.bert_unpad.clip_bucket_(c, 1.4, backend.put(torch.tensor([0.5])), 0.25)
+    assert torch.equal(a, c)
 
 
 @pytest.mark.parametrize("bound", [math.inf, 1e9])

@@ -145,7 +145,9 @@ def test_16_bit_weights_are_roundings_of_their_masters(
 
 @pytest.mark.parametrize("rule", FORMS)
 def test_more_tensors_than_a_launch_takes(backend: Backend, rule: str) -> None:
-    many = MANY[:70] if backend.name in ("block", "ptx") else MANY
+    # Only LANS looks up something by the number of a tensor in its launch of steps.
+    few = backend.name in ("block", "ptx") and rule != "lans"
+    many = MANY[:70] if few else MANY
     state = draw_state(many, torch.float32, device=backend.device)
     truth = Truth(state.params, RULES[rule])
     for _ in range(3):
