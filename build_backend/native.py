@@ -1,12 +1,14 @@
 """Builds the extension modules with ninja, straight from file names.
 
 What a file is called says how it is compiled, so that a new operator needs no build change:
-  csrc/*.cpp, csrc/cpu/*.cpp, csrc/<family>/*_cpu.cpp   once, into _C
+  csrc/*.cpp, csrc/cpu/*.cpp                            once, into _C
+  csrc/<family>/*_cpu.cpp                               several as one file, into _C
   csrc/<family>/*_simd.cpp                              once per CPU instruction set, into _C
+  csrc/<family>/*_fp32.cpp                              the same, but not for those with bf16
   csrc/<family>/*_bf16.cpp                              once per set that multiplies bf16, into _C
   csrc/<family>/*.cu, csrc/**/*_cuda.cpp                by nvcc, into _C_cuda
   csrc/<family>/*_sm90a.cu                              the same, but for sm_90a alone
-  csrc/{balancer,host,text}/*.cpp                       once, into _host (C functions; no torch)
+  csrc/{balancer,host,text}/*.cpp                       together, into _host (C functions; no torch)
 
 setuptools' own CUDAExtension is not used: it imports torch, refuses to build CUDA under a CPU-only
 PyTorch, and cannot compile one file for several instruction sets.
@@ -36,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 CUDA_MODULE = "_C_cuda"
 HOST_MODULE = "_host"
+BINDING_OBJECTS = 3  # that the *_cpu.cpp files are compiled to; each has to read PyTorch's headers
 # What is compiled uses the part of Python's interface that 3.10 and all later versions have, but
 # for those without a global lock, which have none.
 ABI3 = not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -51,9 +54,11 @@ X86_SIMD = {
         *("-mprefer-vector-width=512", "-Wno-uninitialized"),
     ],
 }
+X86_FP32 = dict(X86_SIMD)
 X86_SIMD["avx512_bf16"] = [*X86_SIMD["avx512"], "-mavx512bf16"]
 X86 = {
     "simd": X86_SIMD,
+    "fp32": X86_FP32,
     "bf16": {
         "avx512_bf16": X86_SIMD["avx512_bf16"],
         "amx": [*X86_SIMD["avx512_bf16"], "-DBU_AMX"],
@@ -64,7 +69,11 @@ X86 = {
 # start before it gives out registers; a 6 x 4 tile of sums then does not fit in them.
 AARCH64_GENERIC = ["-fno-schedule-insns", "-Wno-ignored-optimization-argument"]
 AARCH64_BF16 = {"neon_bf16": [*AARCH64_GENERIC, "-march=armv8.2-a+bf16"]}
-AARCH64 = {"simd": {"generic": AARCH64_GENERIC, **AARCH64_BF16}, "bf16": AARCH64_BF16}
+AARCH64 = {
+    "simd": {"generic": AARCH64_GENERIC, **AARCH64_BF16},
+    "fp32": {"generic": AARCH64_GENERIC},
+    "bf16": AARCH64_BF16,
+}
 
 
 def isas() -> dict[str, dict[str, list[str]]]:
@@ -72,7 +81,9 @@ def isas() -> dict[str, dict[str, list[str]]]:
     machine = platform.machine().lower()
     if machine in ("x86_64", "amd64"):
         return X86
-    return AARCH64 if machine in ("aarch64", "arm64") else {"simd": {"generic": []}}
+    if machine in ("aarch64", "arm64"):
+        return AARCH64
+    return {"simd": {"generic": []}, "fp32": {"generic": []}}
 
 
 def sources(*patterns: str) -> list[Path]:
@@ -93,18 +104,42 @@ class NinjaFile:
         self.include = f"-I{os.path.relpath(CSRC, folder)}"
         self.lines = ["ninja_required_version = 1.5"]
         self.targets: list[str] = []
+        self.written: dict[Path, str] = {}  # files that only include others, and what they say
 
     def rule(self, name: str, command: str, depfile: bool, describe: str) -> None:
         self.lines += [f"rule {name}", f"  command = {command}", f"  description = {describe} $out"]
         if depfile:
             self.lines += ["  depfile = $out.d", "  deps = gcc"]
 
-    def compile(self, rule: str, source: Path, flags: list[str], variant: str = "") -> str:
+    def compile(
+        self, rule: str, source: Path, flags: list[str], variant: str = "", header: str = ""
+    ) -> str:
+        """An object. `header`: of `precompile`, with the same flags."""
         stem = str(source.relative_to(CSRC)).replace("/", "_")
         obj = f"{rule}_{variant + '_' if variant else ''}{stem}.o"
         path = _escape(os.path.relpath(source, self.folder))
+        if header:
+            path += f" | {header}.gch"
+            flags = [*flags, "-Winvalid-pch", "-include", header]
         self.lines += [f"build {obj}: {rule} {path}", f"  flags = {_join(flags)}"]
         return obj
+
+    def compile_together(self, rule: str, sources: list[Path], flags: list[str], name: str) -> str:
+        """One object of several sources: most of their time goes into the headers they share."""
+        path = self._including(f"{name}.cpp", sources)
+        self.lines += [f"build {rule}_{path}.o: {rule} {path}", f"  flags = {_join(flags)}"]
+        return f"{rule}_{path}.o"
+
+    def precompile(self, rule: str, header: Path, flags: list[str], name: str) -> str:
+        """A header that files are compiled with, and are not to read again each."""
+        path = self._including(f"{name}.hpp", [header])
+        self.lines += [f"build {path}.gch: {rule} {path}", f"  flags = {_join(flags)}"]
+        return path
+
+    def _including(self, name: str, sources: list[Path]) -> str:
+        includes = [f'#include "{source.relative_to(CSRC)}"\n' for source in sources]
+        self.written[self.folder / name] = "".join(includes)
+        return name
 
     def link(self, rule: str, target: str, objects: list[str], flags: list[str]) -> None:
         self.lines += [f"build {target}: {rule} {' '.join(objects)}", f"  flags = {_join(flags)}"]
@@ -121,8 +156,9 @@ class NinjaFile:
         # Two ninjas at once spoil its list of dependencies; the second build waits here.
         with (self.folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists() or path.read_text() != text:
-                path.write_text(text)
+            for file, content in {**self.written, path: text}.items():
+                if not file.exists() or file.read_text() != content:
+                    file.write_text(content)
             status = subprocess.run(command).returncode
         if status:
             raise SystemExit("bert_unpad: compilation failed; the compiler's message is above")
@@ -251,9 +287,9 @@ class NativeBuild(build_ext):
         folder = ROOT / "build" / f"native-{sysconfig.get_platform()}"
         ninja = NinjaFile(folder)
         cpp = [
-            *("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden"),
+            *("-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden"),
             *("-Wall", "-Wno-psabi", "-Wno-maybe-uninitialized"),
-            *("-fno-math-errno", "-fno-trapping-math", "-g1"),
+            *("-fno-math-errno", "-fno-trapping-math"),
             *(
                 '"-ffile-prefix-map=$$PWD=."',
                 f"-ffile-prefix-map={os.path.relpath(ROOT, folder)}=.",
@@ -266,7 +302,7 @@ class NativeBuild(build_ext):
         ninja.rule("ld", f"{cxx} -shared $in $flags -o $out", False, "link")
         self._cpu_module(ninja, cpp + stable, torch)
         found = sources("balancer/*.cpp", "host/*.cpp", "text/*.cpp")
-        objects = [ninja.compile("cxx", source, cpp) for source in found]
+        objects = [ninja.compile_together("cxx", found, cpp, "host")]
         ninja.link("ld", f"{HOST_MODULE}.so", objects, ["-lpthread"])
         if self.nvcc:
             self._cuda_module(ninja, self.nvcc, stable, torch)
@@ -285,15 +321,26 @@ class NativeBuild(build_ext):
     def _cpu_module(self, ninja: NinjaFile, flags: list[str], torch: Path) -> None:
         objects = [
             ninja.compile("cxx", source, [*flags, *_python(source)])
-            for source in sources("*.cpp", "cpu/*.cpp", "*/*_cpu.cpp")
-            if not source.name.endswith("_cuda.cpp")
+            for source in sources("module_cpu.cpp", "cpu/*.cpp")
         ]
+        bindings = sources("schemas.cpp", "*/*_cpu.cpp")
+        size = -(-len(bindings) // BINDING_OBJECTS)
+        objects += [
+            ninja.compile_together("cxx", bindings[i : i + size], flags, f"bindings_{i // size}")
+            for i in range(0, len(bindings), size)
+        ]
+        headers: dict[str, str] = {}
         for kind, sets in isas().items():
             for isa, options in sets.items():
                 # Kernels do not throw; what unwinding needs would be shared between the sets.
-                own = [*flags, *options, "-fno-exceptions", f"-DBERT_UNPAD_ISA={isa}"]
+                own = [*flags, "-O3", *options, "-fno-exceptions", f"-DBERT_UNPAD_ISA={isa}"]
+                # ccache would not cache what a precompiled header goes into.
+                if isa not in headers and "ccache" not in _compiler():
+                    header = CSRC / "cpu" / "simd.h"
+                    headers[isa] = ninja.precompile("cxx", header, own, isa)
                 objects += [
-                    ninja.compile("cxx", source, own, isa) for source in sources(f"*/*_{kind}.cpp")
+                    ninja.compile("cxx", source, own, isa, headers.get(isa, ""))
+                    for source in sources(f"*/*_{kind}.cpp")
                 ]
         ninja.link("ld", "_C.so", objects, [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lpthread"])
 

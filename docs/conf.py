@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 import bert_unpad
@@ -40,7 +41,10 @@ autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 default_role = "py:obj"  # what stands in `...` is a link where it names one thing
-suppress_warnings = ["ref.python"]  # where it names several
+suppress_warnings = [
+    "ref.python",  # where it names several
+    "myst-nb.lexer",  # of a notebook that is not run
+]
 
 # Names that packages import when they are first asked for.
 for name in ("data", "experimental", "nn", "hf"):
@@ -82,6 +86,14 @@ def norms(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: li
     lines[:] = [re.sub(r"\|(\w+)\|", r"\\|\1\\|", line) for line in lines]
 
 
+def drop_object(app: Sphinx, doctree: nodes.document) -> None:
+    """No line says of a class that it extends nothing."""
+    for paragraph in list(doctree.findall(nodes.paragraph)):
+        if paragraph.astext() == "Bases: object":
+            paragraph.parent.remove(paragraph)
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", read_page)
     app.connect("autodoc-process-docstring", norms)
+    app.connect("doctree-read", drop_object)

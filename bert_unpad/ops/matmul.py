@@ -6,10 +6,10 @@ and the sum with a residual's gradient or with a gradient that exists already. A
 use PyTorch, with two exceptions on CPUs, both where measured faster:
 
 - Weight gradients in bf16, and in fp32 where MKL is slow, are products of our own
-  (csrc/linear/wgrad_bf16.cpp, wgrad_simd.cpp), which transpose nothing, write an fp32 gradient and
+  (csrc/linear/wgrad_bf16.cpp, wgrad_fp32.cpp), which transpose nothing, write an fp32 gradient and
   add up the bias's.
 - MKL, which PyTorch takes for fp32, uses AVX-512 on Intel's CPUs only. Where it does not, other
-  fp32 products are our own too (csrc/linear/product_simd.cpp). oneDNN would be as fast, but keeps
+  fp32 products are our own too (csrc/linear/product_fp32.cpp). oneDNN would be as fast, but keeps
   0.4 MB for every number of tokens. In bf16, PyTorch takes oneDNN, but adds the bias in another
   pass, so there we call it ourselves.
 

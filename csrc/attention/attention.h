@@ -6,6 +6,7 @@
 
 #include "common/philox.h"
 #include "common/types.h"
+#include "cpu/isa.h"
 
 namespace bert_unpad {
 
@@ -97,5 +98,7 @@ struct AttentionKernels {
   // Writes dk and dv of the task's keys, and dq of the queries for which it is the last task.
   void (*backward)(const AttentionCpuParams&, const AttentionTask&, float* scratch);
 };
+BU_FP32_TABLE(AttentionKernels, attention_kernels)
+BU_BF16_TABLE(AttentionKernels, attention_bf16_kernels)
 
 }  // namespace bert_unpad

@@ -1,5 +1,5 @@
 // CPU attention of one task in bf16, forward and backward, on CPUs that multiply bf16. Blocks of
-// queries, windows and parts of the keys are as in attention_simd.cpp.
+// queries, windows and parts of the keys are as in attention_fp32.cpp.
 //
 // Products take bf16 and add in fp32; softmax and dropout are in fp32, and probabilities and the
 // gradients of scores are rounded to bf16 once, for the products that read them. Scores are never

@@ -12,9 +12,6 @@
 
 namespace bert_unpad {
 
-BU_ISA_TABLE(AttentionKernels, attention_kernels)
-BU_BF16_TABLE(AttentionKernels, attention_bf16_kernels)
-
 namespace {
 
 const AttentionKernels& kernels_for(DType dtype) {

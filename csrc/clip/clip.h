@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/types.h"
+#include "cpu/isa.h"
 
 namespace bert_unpad {
 
@@ -23,5 +24,6 @@ struct ClipKernels {
   // out = scale * (bucket + residual); residual = what rounding has lost / factor.
   void (*scale)(const ClipCpuParams&, int64_t begin, int64_t end, float scale, float factor);
 };
+BU_ISA_TABLE(ClipKernels, clip_kernels)
 
 }  // namespace bert_unpad

@@ -6,11 +6,8 @@
 #include "clip/arguments.h"
 #include "clip/coefficient.h"
 #include "cpu/array_chunks.h"
-#include "cpu/isa.h"
 
 namespace bert_unpad {
-
-BU_ISA_TABLE(ClipKernels, clip_kernels)
 
 namespace {
 

@@ -1,11 +1,14 @@
-// Run-time choice among the CPU instruction sets that the *_simd.cpp and *_bf16.cpp files were
-// compiled for.
+// Run-time choice among the CPU instruction sets that the *_simd.cpp, *_fp32.cpp and *_bf16.cpp
+// files were compiled for.
 //
 // Each *_simd.cpp file defines one table of function pointers in the namespace of its instruction
 // set:
 //     namespace bert_unpad::BERT_UNPAD_ISA { extern const NormKernels norm_kernels = {...}; }
-// and the file that uses it says BU_ISA_TABLE(NormKernels, norm_kernels), which defines
-// `const NormKernels& norm_kernels()`.
+// and the header of the table's type says BU_ISA_TABLE(NormKernels, norm_kernels), which defines
+// `const NormKernels& norm_kernels()` for all other files.
+//
+// A *_fp32.cpp file is one whose loops have no use for bf16 instructions; the sets that multiply
+// bf16 take what was compiled for the best set without them. BU_FP32_TABLE defines its function.
 //
 // A *_bf16.cpp file is compiled only for the sets that multiply bf16: avx512_bf16, amx and
 // neon_bf16; BU_BF16_TABLE defines `const NormKernels* norm_kernels()`, which returns null on other
@@ -16,6 +19,15 @@
 // None of these files may instantiate std:: templates, or use inline functions of shared headers
 // that might not be inlined: the linker would keep one copy for all CPUs, perhaps the AVX-512 one.
 #pragma once
+
+#if defined(BERT_UNPAD_ISA)
+#define BU_ISA_TABLE(Type, name) \
+  namespace BERT_UNPAD_ISA {     \
+  extern const Type name;        \
+  }
+#define BU_FP32_TABLE(Type, name) BU_ISA_TABLE(Type, name)
+#define BU_BF16_TABLE(Type, name) BU_ISA_TABLE(Type, name)
+#else
 
 #include <string>
 
@@ -62,11 +74,33 @@ std::string built_isas();
   namespace avx512_bf16 {         \
   extern const Type name;         \
   }                               \
-  static const Type& name() {     \
+  inline const Type& name() {     \
     switch (isa()) {              \
       case Isa::kAmx:             \
       case Isa::kAvx512Bf16:      \
         return avx512_bf16::name; \
+      case Isa::kAvx512:          \
+        return avx512::name;      \
+      case Isa::kAvx2:            \
+        return avx2::name;        \
+      default:                    \
+        return generic::name;     \
+    }                             \
+  }
+#define BU_FP32_TABLE(Type, name) \
+  namespace generic {             \
+  extern const Type name;         \
+  }                               \
+  namespace avx2 {                \
+  extern const Type name;         \
+  }                               \
+  namespace avx512 {              \
+  extern const Type name;         \
+  }                               \
+  inline const Type& name() {     \
+    switch (isa()) {              \
+      case Isa::kAmx:             \
+      case Isa::kAvx512Bf16:      \
       case Isa::kAvx512:          \
         return avx512::name;      \
       case Isa::kAvx2:            \
@@ -82,7 +116,7 @@ std::string built_isas();
   namespace amx {                  \
   extern const Type name;          \
   }                                \
-  static const Type* name() {      \
+  inline const Type* name() {      \
     switch (isa()) {               \
       case Isa::kAmx:              \
         return &amx::name;         \
@@ -92,7 +126,13 @@ std::string built_isas();
         return nullptr;            \
     }                              \
   }
-#elif defined(__aarch64__)
+#else
+#define BU_FP32_TABLE(Type, name) \
+  namespace generic {             \
+  extern const Type name;         \
+  }                               \
+  inline const Type& name() { return generic::name; }
+#if defined(__aarch64__)
 #define BU_ISA_TABLE(Type, name) \
   namespace generic {            \
   extern const Type name;        \
@@ -100,18 +140,16 @@ std::string built_isas();
   namespace neon_bf16 {          \
   extern const Type name;        \
   }                              \
-  static const Type& name() { return isa() == Isa::kNeonBf16 ? neon_bf16::name : generic::name; }
+  inline const Type& name() { return isa() == Isa::kNeonBf16 ? neon_bf16::name : generic::name; }
 #define BU_BF16_TABLE(Type, name) \
   namespace neon_bf16 {           \
   extern const Type name;         \
   }                               \
-  static const Type* name() { return isa() == Isa::kNeonBf16 ? &neon_bf16::name : nullptr; }
+  inline const Type* name() { return isa() == Isa::kNeonBf16 ? &neon_bf16::name : nullptr; }
 #else
-#define BU_ISA_TABLE(Type, name) \
-  namespace generic {            \
-  extern const Type name;        \
-  }                              \
-  static const Type& name() { return generic::name; }
+#define BU_ISA_TABLE(Type, name) BU_FP32_TABLE(Type, name)
 #define BU_BF16_TABLE(Type, name) \
-  static const Type* name() { return nullptr; }
+  inline const Type* name() { return nullptr; }
+#endif
+#endif
 #endif

@@ -21,7 +21,7 @@
 
 #ifndef BERT_UNPAD_ISA
 #error \
-    "simd.h is for *_simd.cpp, *_bf16.cpp and *_amx.cpp files: they are compiled per instruction set"
+    "simd.h is for *_simd.cpp, *_fp32.cpp and *_bf16.cpp files: they are compiled per instruction set"
 #endif
 
 #define BU_INLINE __attribute__((always_inline)) inline

@@ -5,6 +5,7 @@
 
 #include "common/philox.h"
 #include "common/types.h"
+#include "cpu/isa.h"
 
 namespace bert_unpad {
 
@@ -35,5 +36,6 @@ struct EmbeddingKernels {
   void (*sum_rows)(const float* rows, int64_t stride, const int32_t* order, int64_t count,
                    int64_t columns, DType dtype, void* out);
 };
+BU_ISA_TABLE(EmbeddingKernels, embedding_kernels)
 
 }  // namespace bert_unpad

@@ -4,7 +4,6 @@
 #include <tuple>
 
 #include "common/checks.h"
-#include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "cpu/rng.h"
 #include "cpu/rows.h"
@@ -12,8 +11,6 @@
 #include "embedding/table_gradient_cpu.h"
 
 namespace bert_unpad {
-
-BU_ISA_TABLE(EmbeddingKernels, embedding_kernels)
 
 namespace {
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cpu/isa.h"
 #include "gelu/glu_kind.h"
 
 namespace bert_unpad {
@@ -49,5 +50,6 @@ struct EncoderKernels {
   void (*activate)(GluKind kind, bool rough, float* y, int64_t y_stride, const float* gate,
                    int64_t gate_stride, int64_t rows, int64_t columns);
 };
+BU_ISA_TABLE(EncoderKernels, encoder_kernels)
 
 }  // namespace bert_unpad

@@ -20,11 +20,6 @@
 
 namespace bert_unpad {
 
-BU_ISA_TABLE(AttentionKernels, attention_kernels)
-BU_BF16_TABLE(AttentionKernels, attention_bf16_kernels)
-BU_ISA_TABLE(NormKernels, norm_kernels)
-BU_ISA_TABLE(RotaryKernels, rotary_kernels)
-
 namespace {
 
 struct Norm {

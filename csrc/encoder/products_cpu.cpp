@@ -9,9 +9,6 @@
 
 namespace bert_unpad {
 
-BU_ISA_TABLE(EncoderKernels, encoder_kernels)
-BU_ISA_TABLE(ProductKernels, product_kernels)
-
 namespace {
 
 constexpr int64_t kSlab = 1 << 18;  // floats of weights that are packed at a time

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/types.h"
+#include "cpu/isa.h"
 
 namespace bert_unpad {
 
@@ -22,5 +23,6 @@ struct GeluKernels {
   // Also writes to dbias (padded) the column sums of these rows of dx; null: not wanted.
   void (*backward)(const GeluCpuParams&, int64_t begin, int64_t end, float* dbias);
 };
+BU_ISA_TABLE(GeluKernels, gelu_kernels)
 
 }  // namespace bert_unpad

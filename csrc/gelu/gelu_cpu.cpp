@@ -4,13 +4,10 @@
 #include <tuple>
 
 #include "common/checks.h"
-#include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "cpu/rows.h"
 
 namespace bert_unpad {
-
-BU_ISA_TABLE(GeluKernels, gelu_kernels)
 
 namespace {
 

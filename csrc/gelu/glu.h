@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/types.h"
+#include "cpu/isa.h"
 #include "gelu/glu_kind.h"
 
 namespace bert_unpad {
@@ -23,5 +24,6 @@ struct GluKernels {
   // Also writes to dbias [2 * width] the column sums of these rows of dx; null: not wanted.
   void (*backward)(const GluCpuParams&, int64_t begin, int64_t end, float* dbias);
 };
+BU_ISA_TABLE(GluKernels, glu_kernels)
 
 }  // namespace bert_unpad

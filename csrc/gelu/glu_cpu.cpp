@@ -3,13 +3,10 @@
 
 #include <tuple>
 
-#include "cpu/isa.h"
 #include "cpu/rows.h"
 #include "gelu/glu_arguments.h"
 
 namespace bert_unpad {
-
-BU_ISA_TABLE(GluKernels, glu_kernels)
 
 namespace {
 

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "cpu/isa.h"
+
 namespace bert_unpad {
 
 // `depth` and `columns` are multiples of 32; rows need not be.
@@ -32,5 +34,6 @@ struct ProductKernels {
   // packing them would take longer than the product.
   void (*narrow)(const ProductCpuParams&, int64_t column, int64_t columns);
 };
+BU_FP32_TABLE(ProductKernels, product_kernels)
 
 }  // namespace bert_unpad

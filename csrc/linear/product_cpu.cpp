@@ -4,12 +4,9 @@
 #include <algorithm>
 
 #include "common/checks.h"
-#include "cpu/isa.h"
 #include "cpu/parallel.h"
 
 namespace bert_unpad {
-
-BU_ISA_TABLE(ProductKernels, product_kernels)
 
 namespace {
 

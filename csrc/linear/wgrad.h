@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/types.h"
+#include "cpu/isa.h"
 
 namespace bert_unpad {
 
@@ -32,11 +33,13 @@ struct WgradBf16Kernels {
   void (*rearrange)(const WgradCpuParams&, int64_t begin, int64_t end, float* sums);
   void (*block)(const WgradCpuParams&, const WgradBlock&);
 };
+BU_BF16_TABLE(WgradBf16Kernels, wgrad_bf16_kernels)
 
 struct WgradFp32Kernels {
   int64_t size, scratch;  // scratch: floats
   // Writes the sums of dy's columns of the block's rows to `sums` [out] where it is not null.
   void (*block)(const WgradCpuParams&, const WgradBlock&, float* sums, float* scratch);
 };
+BU_FP32_TABLE(WgradFp32Kernels, wgrad_fp32_kernels)
 
 }  // namespace bert_unpad

@@ -10,9 +10,6 @@
 
 namespace bert_unpad {
 
-BU_BF16_TABLE(WgradBf16Kernels, wgrad_bf16_kernels)
-BU_ISA_TABLE(WgradFp32Kernels, wgrad_fp32_kernels)
-
 namespace {
 
 constexpr int64_t kTokens = 128;  // of a task that rearranges

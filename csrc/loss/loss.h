@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/types.h"
+#include "cpu/isa.h"
 
 namespace bert_unpad {
 
@@ -25,5 +26,6 @@ struct LossKernels {
   float (*forward)(const LossCpuParams&, int64_t row, bool& correct);
   void (*backward)(const LossCpuParams&, int64_t row);
 };
+BU_ISA_TABLE(LossKernels, loss_kernels)
 
 }  // namespace bert_unpad

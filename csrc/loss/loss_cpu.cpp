@@ -4,13 +4,10 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "loss/arguments.h"
 
 namespace bert_unpad {
-
-BU_ISA_TABLE(LossKernels, loss_kernels)
 
 namespace {
 

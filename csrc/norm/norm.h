@@ -5,6 +5,7 @@
 
 #include "common/philox.h"
 #include "common/types.h"
+#include "cpu/isa.h"
 
 namespace bert_unpad {
 
@@ -37,5 +38,6 @@ struct NormKernels {
   // dx_bias.
   void (*backward)(const NormCpuParams&, int64_t begin, int64_t end, float* scratch, float* sums);
 };
+BU_ISA_TABLE(NormKernels, norm_kernels)
 
 }  // namespace bert_unpad

@@ -2,7 +2,6 @@
 #include <tuple>
 
 #include "common/checks.h"
-#include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "cpu/rng.h"
 #include "cpu/rows.h"
@@ -10,8 +9,6 @@
 #include "norm/norm.h"
 
 namespace bert_unpad {
-
-BU_ISA_TABLE(NormKernels, norm_kernels)
 
 namespace {
 

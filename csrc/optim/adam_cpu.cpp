@@ -1,11 +1,8 @@
 // Adam on a CPU: chunks over threads.
-#include "cpu/isa.h"
 #include "optim/operators.h"
 #include "optim/steps_cpu.h"
 
 namespace bert_unpad {
-
-BU_ISA_TABLE(UpdateKernels, update_kernels)
 
 namespace {
 

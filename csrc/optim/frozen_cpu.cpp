@@ -1,13 +1,10 @@
 // Updates by a variance that no longer changes, on a CPU: chunks over threads.
-#include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "optim/chunks.h"
 #include "optim/operators.h"
 #include "optim/steps_cpu.h"
 
 namespace bert_unpad {
-
-BU_ISA_TABLE(UpdateKernels, update_kernels)
 
 namespace {
 

@@ -1,14 +1,11 @@
 // The norm and the scaling of a list of tensors on a CPU.
 #include <cmath>
 
-#include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "optim/chunks.h"
 #include "optim/operators.h"
 
 namespace bert_unpad {
-
-BU_ISA_TABLE(MultiTensorKernels, multi_tensor_kernels)
 
 namespace {
 

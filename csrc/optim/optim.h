@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/types.h"
+#include "cpu/isa.h"
 #include "optim/coefficients.h"
 
 namespace bert_unpad {
@@ -50,10 +51,12 @@ struct UpdateKernels {
   void (*frozen_lamb_sums)(const RuleFactors&, DType, DType, const UpdateTensor&, int64_t begin,
                            int64_t end, double* sums /* [kFrozenLambSums] */);
 };
+BU_ISA_TABLE(UpdateKernels, update_kernels)
 
 struct MultiTensorKernels {
   double (*square_sum)(DType, const void* data, int64_t begin, int64_t end);
   void (*scale)(DType, void* data, float factor, int64_t begin, int64_t end);
 };
+BU_ISA_TABLE(MultiTensorKernels, multi_tensor_kernels)
 
 }  // namespace bert_unpad

@@ -8,15 +8,12 @@
 #include <cstring>
 #include <memory>
 
-#include "cpu/isa.h"
 #include "cpu/parallel.h"
 #include "optim/chunks.h"
 #include "optim/operators.h"
 #include "optim/steps_cpu.h"
 
 namespace bert_unpad {
-
-BU_ISA_TABLE(UpdateKernels, update_kernels)
 
 namespace {
 

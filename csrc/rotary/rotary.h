@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/types.h"
+#include "cpu/isa.h"
 #include "rotary/angles.h"
 
 namespace bert_unpad {
@@ -29,5 +30,6 @@ struct RotaryKernels {
   // Rotates the first `pairs` pairs of the first `heads` heads of tokens [begin, end).
   void (*rotate)(const RotaryCpuParams&, int64_t begin, int64_t end);
 };
+BU_ISA_TABLE(RotaryKernels, rotary_kernels)
 
 }  // namespace bert_unpad

@@ -1,13 +1,10 @@
 // CPU binding of rotary position embeddings: steps, tokens over threads.
 #include "rotary/rotary.h"
 
-#include "cpu/isa.h"
 #include "cpu/rows.h"
 #include "rotary/arguments.h"
 
 namespace bert_unpad {
-
-BU_ISA_TABLE(RotaryKernels, rotary_kernels)
 
 namespace {
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/types.h"
+#include "cpu/isa.h"
 
 namespace bert_unpad {
 
@@ -36,5 +37,6 @@ struct SignKernels {
   // Sum over ranks, in their order, of weight * sign.
   void (*mean)(const SignMeanCpuParams&, int64_t begin, int64_t end);
 };
+BU_FP32_TABLE(SignKernels, sign_kernels)
 
 }  // namespace bert_unpad

@@ -6,12 +6,9 @@
 #include <vector>
 
 #include "cpu/array_chunks.h"
-#include "cpu/isa.h"
 #include "sign_compress/arguments.h"
 
 namespace bert_unpad {
-
-BU_ISA_TABLE(SignKernels, sign_kernels)
 
 namespace {
 

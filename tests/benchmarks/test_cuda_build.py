@@ -178,9 +178,11 @@ def build_in_place(backend, nvcc, tmp_path, monkeypatch):
 
     def link(ninja, jobs, verbose):
         # With absolute paths a copy of the tree would have to compile everything again.
-        sources = [line.split()[-1] for line in ninja.lines if line.startswith("build ")]
-        assert "../../csrc/norm/norm_cpu.cpp" in sources
-        assert not [line for line in ninja.lines if str(native.CSRC) in line]
+        sources = [line.split()[3] for line in ninja.lines if line.startswith("build ")]
+        assert "../../csrc/norm/norm_simd.cpp" in sources
+        included = "".join(ninja.written.values())
+        assert '#include "norm/norm_cpu.cpp"' in included
+        assert not [line for line in [*ninja.lines, included] if str(native.CSRC) in line]
         ninja.folder.mkdir(parents=True, exist_ok=True)
         for target in ninja.targets:
             (ninja.folder / target).write_text(f"new {target}")
