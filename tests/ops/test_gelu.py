@@ -42,6 +42,7 @@ def compare(inputs: list[Tensor | None], dout: Tensor, approximate: str) -> None
         ),
         dout.dtype,
         ["y", "dx", "dbias"] if inputs[1] is not None else ["y", "dx"],
+        sums={"dbias": "dx"},
     )
 
 

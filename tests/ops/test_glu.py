@@ -44,6 +44,7 @@ def compare(inputs: list[Tensor | None], dout: Tensor, kind: str) -> None:
         ),
         dout.dtype,
         ["y", "dx", "dbias"] if inputs[1] is not None else ["y", "dx"],
+        sums={"dbias": "dx"},
     )
 
 
