@@ -32,8 +32,9 @@ def _serving() -> Iterator[str]:
         yield (
             f"`examples/embedding_server.py` with {found['shape']}, texts of the lengths "
             f"`{found['lengths']}`, one a request; a client sends the next one when it has the "
-            "answer. The peer is sentence-transformers on PyTorch behind the same server, in "
-            f"batches of 32 sorted by length. {count(found['rounds'], 'round')} in turns, medians; "
+            "answer. Servers compute with one thread. The peer is sentence-transformers on PyTorch "
+            "behind the same server, in batches of 32 sorted by length. "
+            f"{count(found['rounds'], 'round')} in turns, medians; "
             "in brackets the slowest and the fastest round."
         )
         yield source(name, found)
