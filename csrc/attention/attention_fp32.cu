@@ -120,7 +120,7 @@ attention_fp32_forward_kernel(BU_PARAMS Launch p) {
     if (row >= block.q_len) break;
     stage_row<kHeadDim>(0, head.q.at(row, 0));
     sync_warp();
-    float top = -INFINITY, sum = 0.0f, o[kHeadDim / 32] = {};
+    float row_max = -INFINITY, sum = 0.0f, o[kHeadDim / 32] = {};
     const RowRange seen = windows.keys(row);
     for (int first = seen.begin; first < seen.end; first += 32) {
       const int key = first + lane, count = std::min(32, seen.end - first);
@@ -128,24 +128,24 @@ attention_fp32_forward_kernel(BU_PARAMS Launch p) {
       if constexpr (kBias) {
         if (key < seen.end) s = biased_score(p, block, windows, block.head, row, key, s, 1.0f);
       }
-      const float most = fmaxf(top, warp_max(s));
+      const float most = fmaxf(row_max, warp_max(s));
       const float base = kBias && most == -INFINITY ? 0.0f : most;
-      const float shrink = exp2_approx(top - base);
+      const float scale = exp2_approx(row_max - base);
       float weight = exp2_approx(s - base);
-      top = most;
-      sum = fma(sum, shrink, warp_sum(weight));
+      row_max = most;
+      sum = fma(sum, scale, warp_sum(weight));
       if (!head.dropout.keeps(row, key)) weight = 0.0f;
       store_shared<float>(Shared::value(0, lane), weight);
       sync_warp();
 #pragma unroll
-      for (float& x : o) x *= shrink;
+      for (float& x : o) x *= scale;
       add_rows<kHeadDim>(o, 0, head.v, first, count);
       sync_warp();
     }
     store_row<kHeadDim>(o, sum > 0.0f ? keep_scale(p.args.keep_threshold) / sum : sum,
                         out.at(row, 0));
     if (lane == 0)
-      store_global<float>(p.args.lse + head.first_value + row, (top + log2f(sum)) * kLn2);
+      store_global<float>(p.args.lse + head.first_value + row, (row_max + log2f(sum)) * kLn2);
   }
 }
 
@@ -238,7 +238,8 @@ attention_fp32_backward_kernel(BU_PARAMS Launch p) {
         float weight = 0.0f, gradient = 0.0f;
         int bias_head = block.head + g;
         // There are no registers to keep pointers to the bias in.
-        if constexpr (kBias) bias_head = static_cast<int>(hold(static_cast<uint32_t>(bias_head)));
+        if constexpr (kBias)
+          bias_head = static_cast<int>(keep_in_register(static_cast<uint32_t>(bias_head)));
         if (query < rows.end && windows.keys(query).holds(row, row)) {
           const float offset = load_global<float>(p.args.lse + of.first_value + query) * kLog2e;
           if constexpr (kBias)

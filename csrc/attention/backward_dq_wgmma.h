@@ -60,8 +60,8 @@ struct WgmmaQueryGradients {
     }
 #pragma unroll
     for (int i = 0; i < 32; ++i) dq[i / 4][i % 4] = 0.0f;
-    hold(q);
-    hold(dq);
+    wgmma_fence_operand(q);
+    wgmma_fence_operand(dq);
   }
 
   // Takes in a tile of keys and values. `dout`, `k`, `v`: operands. Its product with the keys is
@@ -79,7 +79,7 @@ struct WgmmaQueryGradients {
     // Also for the last tile's product with the keys: there are no registers for its operands
     // beside the second product's sums.
     wgmma_wait<0>();
-    hold(s);
+    wgmma_fence_operand(s);
     bias.add(s, first_key, scale);  // before there are sums of the second product
     wgmma_fence();
 #pragma unroll
@@ -95,7 +95,7 @@ struct WgmmaQueryGradients {
     // Weights, not scores: those of a row that sees no key are infinite here.
     if (hides) replace_unseen(s, seen, first_key, 0.0f);
     wgmma_wait<0>();
-    hold(dp);
+    wgmma_fence_operand(dp);
     const bool draws = kDropout && (!kBias || dropout.draws());
     uint32_t gradient[4][4];
     Philox4 bits;
@@ -113,7 +113,7 @@ struct WgmmaQueryGradients {
       pack_a<T>(gradient[step], dp[2 * step], dp[2 * step + 1]);
     }
     sums.put(dp);
-    hold(gradient);
+    wgmma_fence_operand(gradient);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
@@ -165,7 +165,7 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
   RowRange seen = any;  // by the warp's queries
   if constexpr (kBias) seen = windows.keys_of_any(windows.template span<16>(first_row));
   const float scale = fabsf(p.args.scale) * kLog2e;
-  const uint32_t base = hold(shared_base());
+  const uint32_t base = keep_in_register(shared_base());
   const auto dout = TileOperand<64>::at(base + Shared::kDout);
   for (int tile = first_tile; tile < keys.tiles(); ++tile) {
     copy_async_wait<0>();
@@ -181,7 +181,7 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
     sums.add_up(first_key, seen, keep);
   }
   wgmma_wait<0>();
-  hold(rows.dq);
+  wgmma_fence_operand(rows.dq);
   const float unit = p.args.scale * keep;
   store_rows<T>(rows.dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head), first_row,
                 block.q_len, 0);

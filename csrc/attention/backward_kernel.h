@@ -203,7 +203,7 @@ struct BackwardKeys {
   // Puts score gradients where the warps that compute dQ find them, [keys, queries]; `step`
   // counts 16 queries. Those of rows beyond the last key may be infinite; they must not meet zeros.
   BU_DEVICE void share(const uint32_t (&gradients)[kRowTiles][4], uint32_t tile, int step) const {
-    const int thread = static_cast<int>(hold(threadIdx.x)), lane = thread % 32;
+    const int thread = static_cast<int>(keep_in_register(threadIdx.x)), lane = thread % 32;
     const int row = thread / 32 * 16 * kRowTiles + lane / 4;
 #pragma unroll
     for (int r = 0; r < 2 * kRowTiles; ++r) {  // 8 rows
@@ -219,9 +219,9 @@ struct BackwardKeys {
 
   BU_DEVICE void store(const cuda::AttentionCudaParams& a, const AttentionBlock& block, float keep,
                        int first_column) {
-    const uint32_t begin = hold(block.k_begin);
-    const int first = static_cast<int>(hold(this->first));
-    const int head = static_cast<int>(hold(block.kv_head));
+    const uint32_t begin = keep_in_register(block.k_begin);
+    const int first = static_cast<int>(keep_in_register(this->first));
+    const int head = static_cast<int>(keep_in_register(block.kv_head));
     const HeadRows<T> dk_rows(a.dk, begin, head), dv_rows(a.dv, begin, head);
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
@@ -274,7 +274,7 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   BackwardKeys<T, kHeadDim, kRowTiles, kQueries, kDropout, kGeneral, kBias> keys(p.args, block);
   // Pointers, the thread's place and on Blackwell counts are computed again for each tile: there
   // are no registers to keep them in.
-  const auto again = [](uint32_t x) { return static_cast<int>(hold(x)); };
+  const auto again = [](uint32_t x) { return static_cast<int>(keep_in_register(x)); };
   constexpr bool kKeptShared = Shared::kKeptShared;
   const KeptBlock<kKeptShared> kept(block, Shared::kBlock);
   // A fused block passes over the keys, a general one over the heads that read its keys.
@@ -334,7 +334,7 @@ attention_backward_kernel(BU_PARAMS Launch p) {
     const int pass_key = kFused ? pass * kKeys : first_key;
     if constexpr (kFused) {
       keys.find(p.args, kept.get(), again(kept.get().k_begin));
-      if constexpr (!kKeptShared) dropout.stream = hold(dropout.stream);
+      if constexpr (!kKeptShared) dropout.stream = keep_in_register(dropout.stream);
       if (pass > 0) sync_block();  // all are done with the keys of the pass before
       copy_tile<kKeys, kThreads, kHeadDim>(Shared::kKeyTile, keys.k, pass_key, block.k_len,
                                            threadIdx.x);

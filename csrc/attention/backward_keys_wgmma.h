@@ -136,7 +136,7 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
   for (uint32_t* x : {&dropout.key.k0, &dropout.key.k1, &dropout.key.offset}) *x = first_lane(*x);
   const float scale = fabsf(p.args.scale) * kLog2e;
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
-  const uint32_t base = hold(shared_base());
+  const uint32_t base = keep_in_register(shared_base());
   WgmmaBackwardKeys<T, kDropout, kBias> keys;
   const int warp_key = first_key + static_cast<int>(threadIdx.x) / 32 * 16;
   keys.load(p.args, block, warp_key);
@@ -168,8 +168,8 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
       here.head = head;
       // Pointers are worked out again for each tile: there are no registers to keep them in.
       if constexpr (kBias) {
-        here.head = static_cast<int>(hold(here.head));
-        for (uint32_t* begin : {&here.q_begin, &here.k_begin}) *begin = hold(*begin);
+        here.head = static_cast<int>(keep_in_register(here.head));
+        for (uint32_t* begin : {&here.q_begin, &here.k_begin}) *begin = keep_in_register(*begin);
       }
       const Bias bias(p, here, {known + Shared::kStarts}, here.head, keys.first, Shared::kBytes);
       keys.add_queries(
@@ -185,8 +185,8 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
     }
   }
   wgmma_wait<0>();
-  hold(keys.dk);
-  hold(keys.dv);
+  wgmma_fence_operand(keys.dk);
+  wgmma_fence_operand(keys.dv);
   keys.store(p.args, block, keep);
 }
 

@@ -62,10 +62,10 @@ struct WgmmaBackwardKeys {
     end = block.k_len;
 #pragma unroll
     for (int i = 0; i < 32; ++i) dk[i / 4][i % 4] = dv[i / 4][i % 4] = 0.0f;
-    hold(k);
-    hold(v);
-    hold(dk);
-    hold(dv);
+    wgmma_fence_operand(k);
+    wgmma_fence_operand(v);
+    wgmma_fence_operand(dk);
+    wgmma_fence_operand(dv);
   }
 
   // Takes in a tile of queries, whose first is `first_query` in the sequence. `lse` and `delta`:
@@ -92,7 +92,7 @@ struct WgmmaBackwardKeys {
     if constexpr (!kBias) start_dp();
     const uint32_t column = 8 * (threadIdx.x % 4);  // bytes from that of a tile's first query
     wgmma_wait<kBias ? 0 : 1>();
-    hold(s);
+    wgmma_fence_operand(s);
     change(s);
     const bool draws = kDropout && (!kBias || dropout.draws());
     uint32_t operand[4][4];
@@ -113,7 +113,7 @@ struct WgmmaBackwardKeys {
              AttentionDropout::transposed_tile(bits, first / 16 % 2));
       }
     }
-    hold(operand);
+    wgmma_fence_operand(operand);
     if constexpr (kBias) start_dp();  // there were no registers for its sums before
     wgmma_fence();
 #pragma unroll
@@ -121,7 +121,7 @@ struct WgmmaBackwardKeys {
       wgmma<T, true>(dv, operand[step], dout.step<true>(step), true);
     wgmma_commit();
     wgmma_wait<1>();
-    hold(dp);
+    wgmma_fence_operand(dp);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const FloatPair dots = load_shared<FloatPair>(delta + column + 32 * n);
@@ -138,7 +138,7 @@ struct WgmmaBackwardKeys {
 #pragma unroll
     for (int step = 0; step < 4; ++step) pack_a<T>(gradient[step], dp[2 * step], dp[2 * step + 1]);
     share(dp, gradient);
-    hold(gradient);
+    wgmma_fence_operand(gradient);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
@@ -151,7 +151,7 @@ struct WgmmaBackwardKeys {
   BU_DEVICE void put(const uint32_t (&gradient)[4][4], uint32_t tile) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
     // Held, so that it is one register outside of this function and not one for each piece.
-    const uint32_t at = hold(tile + SharedTile<64>::offset(row, 0) + 4 * (lane % 4));
+    const uint32_t at = keep_in_register(tile + SharedTile<64>::offset(row, 0) + 4 * (lane % 4));
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
 #pragma unroll
@@ -262,7 +262,7 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   // Uniform registers for the keys of all rounds: there are no others left.
   for (uint32_t* x : {&dropout.key.k0, &dropout.key.k1, &dropout.key.offset}) *x = first_lane(*x);
   const float scale = fabsf(p.args.scale) * kLog2e;
-  const uint32_t base = hold(shared_base());
+  const uint32_t base = keep_in_register(shared_base());
   const auto gradients = TileOperand<64>::at(base + Shared::kGradients);
   const auto key_columns = TileOperand<kColumns>::at(base + Shared::kKeyTiles +
                                                      group * SharedTile<kColumns>::bytes(kKeys));
@@ -300,7 +300,7 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) dq[n][i] = x.v[i];
         }
-        hold(dq);
+        wgmma_fence_operand(dq);
       }
       // The keys have landed after their first tile; the next queries may be on their way.
       copy_async_wait<1>();
@@ -315,13 +315,13 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
       }
       wgmma_commit();
       wgmma_wait<0>();  // also for the products of add_queries
-      hold(dq);
-      hold(keys.dk);
-      hold(keys.dv);
+      wgmma_fence_operand(dq);
+      wgmma_fence_operand(keys.dk);
+      wgmma_fence_operand(keys.dv);
       if (!same_pass && pass + 1 < passes) {
         // Pointers are worked out again: there are no registers to keep them in.
         AttentionBlock again = block;
-        again.k_begin = hold(block.k_begin);
+        again.k_begin = keep_in_register(block.k_begin);
         keys.load(p.args, again, pass_key + kKeys + 16 * warp);
       }
       if (kOnePass || pass + 1 == passes) {

@@ -54,7 +54,8 @@ struct AttentionDropout {
   // and 2t + 1 at column word i: the first lane their lower halves, the second one their upper
   // halves. Each draws one of the two.
   BU_DEVICE Philox4 draw_transposed(int row16, int column32) const {
-    const uint32_t lane = (kBlackwell ? hold(threadIdx.x) : threadIdx.x) % 32, g = lane / 4;
+    const uint32_t lane = (kBlackwell ? keep_in_register(threadIdx.x) : threadIdx.x) % 32,
+                   g = lane / 4;
     return attention_dropout_bits(key, stream, row16 * 8 + 2 * (lane % 4) + g % 2,
                                   column32 * 4 + g / 2);
   }

@@ -78,7 +78,7 @@ attention_forward_kernel(BU_PARAMS Launch p) {
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n)
       rows.o[r][n][0] = rows.o[r][n][1] = rows.o[r][n][2] = rows.o[r][n][3] = 0.0f;
-    rows.top[r][0] = rows.top[r][1] = -INFINITY;
+    rows.row_max[r][0] = rows.row_max[r][1] = -INFINITY;
     rows.sum[r][0] = rows.sum[r][1] = 0.0f;
   }
   const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
@@ -104,21 +104,21 @@ attention_forward_kernel(BU_PARAMS Launch p) {
       const int first_key = tile * keys.kKeys;
       const uint32_t values = keys.values(tile);
       if (active)
-        rows.take_and_score(s, values, next, keys.keys(tile) + kHalf, unit, dropout, first_row,
-                            first_key);
+        rows.softmax_step_and_score(s, values, next, keys.keys(tile) + kHalf, unit, dropout,
+                                    first_row, first_key);
       copy_async_wait<0>();
       sync_block();  // the next tile is there for all, and all are done with the keys of this one
       keys.start(tile + 2);
       if (active)
-        rows.take_and_score(next, values + kHalf, s, keys.keys(tile + 1), unit, dropout, first_row,
-                            first_key + 32);
+        rows.softmax_step_and_score(next, values + kHalf, s, keys.keys(tile + 1), unit, dropout,
+                                    first_row, first_key + 32);
     }
     if (active && last >= 0) {
       int first_key = last * keys.kKeys;
       uint32_t values = keys.values(last);
       if (first_key + 32 < block.k_len) {
-        rows.take_and_score(s, values, next, keys.keys(last) + kHalf, unit, dropout, first_row,
-                            first_key);
+        rows.softmax_step_and_score(s, values, next, keys.keys(last) + kHalf, unit, dropout,
+                                    first_row, first_key);
         first_key += 32;
         values += kHalf;
 #pragma unroll
@@ -128,7 +128,8 @@ attention_forward_kernel(BU_PARAMS Launch p) {
 #pragma unroll
       for (int step = 0; step < 2; ++step)
         rows.template mask<2>(s, step, first_key, block.k_len - first_key);
-      rows.template take<2>(s, values, unit, dropout, first_row, first_key, all_steps, nothing);
+      rows.template softmax_step<2>(s, values, unit, dropout, first_row, first_key, all_steps,
+                                    nothing);
     }
   } else {
     constexpr int kSteps = keys.kKeys / 16;
@@ -147,8 +148,8 @@ attention_forward_kernel(BU_PARAMS Launch p) {
           if constexpr (kBias) bias.add(s[0][step], first_key + 16 * step, scale);
           mask(s, step);
         }
-        rows.template take<kSteps>(s, keys.values(tile), unit, dropout, first_row, first_key, skips,
-                                   nothing);
+        rows.template softmax_step<kSteps>(s, keys.values(tile), unit, dropout, first_row,
+                                           first_key, skips, nothing);
       };
       if (all.holds(first_key, last_key))
         add(all_steps, [](auto&, int) {});
@@ -174,10 +175,10 @@ attention_forward_kernel(BU_PARAMS Launch p) {
       const float total = quad_sum(rows.sum[r][half]);
       factor[half] = total > 0.0f ? keep / total : total;  // 0 without keys; a NaN stays one
       // Not kept since the queries were loaded: there are no registers for it.
-      const int row = first + 16 * r + 8 * half + static_cast<int>(hold(lane)) / 4;
+      const int row = first + 16 * r + 8 * half + static_cast<int>(keep_in_register(lane)) / 4;
       if (lane % 4 == 0 && row < place.q_len)
         store_global<float>(lse + static_cast<uint32_t>(row),
-                            fma(rows.top[r][half], unit, log2f(total)) * kLn2);
+                            fma(rows.row_max[r][half], unit, log2f(total)) * kLn2);
     }
     store_rows<T>(rows.o[r], factor[0], factor[1], out, first + 16 * r, place.q_len, 0);
   }

@@ -20,7 +20,7 @@ struct ForwardRows {
   uint32_t q[kRowTiles][kHeadDim / 16][4];
   float o[kRowTiles][kHeadDim / 8][4];
   // The largest score so far of rows g and g + 8, before scaling; with a bias in base 2.
-  float top[kRowTiles][2];
+  float row_max[kRowTiles][2];
   float sum[kRowTiles][2];  // sum of the exponentials in this lane's columns
   RowRange seen[2];         // with a window: the keys that rows g and g + 8 see
 
@@ -66,15 +66,15 @@ struct ForwardRows {
 
   // Takes in keys with these scores, of which `v_rows` are the values. `unit`: of a score;
   // `first_row`, `first_key`: in the sequence; skips(step): whether no row sees the step's keys.
-  // beside(step) is work that depends on nothing here: products to compute beside exponentials,
+  // overlap(step) is work that depends on nothing here: products to compute beside exponentials,
   // whose pipe is another one.
-  template <int kSteps, class Skips, class Beside>
-  BU_DEVICE void take(Scores<kSteps>& s, uint32_t v_rows, float unit,
-                      const AttentionDropout& dropout, int first_row, int first_key,
-                      const Skips& skips, const Beside& beside) {
+  template <int kSteps, class Skips, class Overlap>
+  BU_DEVICE void softmax_step(Scores<kSteps>& s, uint32_t v_rows, float unit,
+                              const AttentionDropout& dropout, int first_row, int first_key,
+                              const Skips& skips, const Overlap& overlap) {
     float most[kRowTiles][2];
 #pragma unroll
-    for (int i = 0; i < 2 * kRowTiles; ++i) most[i / 2][i % 2] = top[i / 2][i % 2];
+    for (int i = 0; i < 2 * kRowTiles; ++i) most[i / 2][i % 2] = row_max[i / 2][i % 2];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if (skips(step)) continue;
@@ -84,7 +84,7 @@ struct ForwardRows {
         x = fmaxf(x, s[i / 8][step][i / 4 % 2][i % 4]);
       }
     }
-    beside(0);
+    overlap(0);
     Exponents e;
     rescale(e, most, unit);
 #pragma unroll
@@ -104,7 +104,7 @@ struct ForwardRows {
           pack_a<T>(weights[half][r], s[r][step][0], s[r][step][1]);
           if (draws) dropout.apply(weights[half][r], AttentionDropout::tile(bits, half != 0));
         }
-        if (r == 0 && first + 1 < kSteps) beside(first + 1);
+        if (r == 0 && first + 1 < kSteps) overlap(first + 1);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half)
@@ -113,24 +113,25 @@ struct ForwardRows {
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
       float& x = sum[i / 2][i % 2];
-      x = fma(x, e.shrink[i / 2][i % 2], e.total[i / 2][i % 2]);
+      x = fma(x, e.scale[i / 2][i % 2], e.total[i / 2][i % 2]);
     }
   }
 
   // Takes in 32 keys, and computes the scores of the 32 at `k_rows`.
-  BU_DEVICE void take_and_score(Scores<2>& s, uint32_t v_rows, Scores<2>& next, uint32_t k_rows,
-                                float unit, const AttentionDropout& dropout, int first_row,
-                                int first_key) {
-    take<2>(
+  BU_DEVICE void softmax_step_and_score(Scores<2>& s, uint32_t v_rows, Scores<2>& next,
+                                        uint32_t k_rows, float unit,
+                                        const AttentionDropout& dropout, int first_row,
+                                        int first_key) {
+    softmax_step<2>(
         s, v_rows, unit, dropout, first_row, first_key, [](int) { return false; },
         [&](int step) { score<2>(next, k_rows, step); });
   }
 
  private:
-  // For rows g and g + 8: what is subtracted from scaled scores, by what earlier sums shrink, and
-  // the sum of this lane's exponentials.
+  // For rows g and g + 8: what is subtracted from scaled scores, by what earlier sums are scaled,
+  // and the sum of this lane's exponentials.
   struct Exponents {
-    float offset[kRowTiles][2], shrink[kRowTiles][2], total[kRowTiles][2];
+    float offset[kRowTiles][2], scale[kRowTiles][2], total[kRowTiles][2];
   };
 
   // From the largest scores of this lane to those of the rows; rescales what was summed relative to
@@ -143,14 +144,14 @@ struct ForwardRows {
         const float largest = quad_max(most[r][half]);
         // A row that has seen no key yet has no largest score.
         const float base = kWindow && largest == -INFINITY ? 0.0f : largest;
-        e.shrink[r][half] = exp2_approx((top[r][half] - base) * unit);
+        e.scale[r][half] = exp2_approx((row_max[r][half] - base) * unit);
         e.offset[r][half] = base * unit;
         e.total[r][half] = 0.0f;
-        top[r][half] = largest;
+        row_max[r][half] = largest;
 #pragma unroll
         for (int n = 0; n < kHeadDim / 8; ++n) {
-          o[r][n][2 * half] *= e.shrink[r][half];
-          o[r][n][2 * half + 1] *= e.shrink[r][half];
+          o[r][n][2 * half] *= e.scale[r][half];
+          o[r][n][2 * half + 1] *= e.scale[r][half];
         }
       }
     }

@@ -35,7 +35,7 @@ struct WgmmaRows {
   float o[8][4];
   // Of rows g and g + 8: the largest score so far, before scaling, with a bias in base 2; the sum
   // of the exponentials in this lane's columns; with a window the keys that they see.
-  float top[2], sum[2];
+  float row_max[2], sum[2];
   RowRange seen[2];
 
   // Takes in a tile of keys and values, the operands. Its product with the values is still being
@@ -50,8 +50,8 @@ struct WgmmaRows {
     for (int d = 0; d < 4; ++d) wgmma<T, false>(s, q[d], k.step<false>(d), d > 0);
     wgmma_commit();
     wgmma_wait<0>();  // also for the last tile's product with the values
-    hold(s);
-    hold(o);
+    wgmma_fence_operand(s);
+    wgmma_fence_operand(o);
     bias.add(s, first_key, scale);
     if constexpr (kWindow) {
       if (hides) replace_unseen(s, seen, first_key, -INFINITY);
@@ -70,8 +70,8 @@ struct WgmmaRows {
         dropout.apply(weights[step], AttentionDropout::tile(bits, step % 2));
       }
     }
-    hold(weights);
-    hold(o);
+    wgmma_fence_operand(weights);
+    wgmma_fence_operand(o);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) wgmma<T, true>(o, weights[step], v.step<true>(step), true);
@@ -100,15 +100,15 @@ struct WgmmaRows {
   BU_DEVICE void softmax(float (&s)[8][4], float unit) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float most = top[half];
+      float most = row_max[half];
 #pragma unroll
       for (int n = 0; n < 8; ++n) most = fmaxf(most, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
       most = quad_max(most);
       // A row that has seen no key yet has no largest score.
       const float base = kWindow && most == -INFINITY ? 0.0f : most;
-      const float shrink = exp2_approx((top[half] - base) * unit);
+      const float rescale = exp2_approx((row_max[half] - base) * unit);
       const float offset = base * unit;
-      top[half] = most;
+      row_max[half] = most;
       float total = 0.0f;
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
@@ -118,11 +118,11 @@ struct WgmmaRows {
           total += s[n][i];
         }
       }
-      sum[half] = fma(sum[half], shrink, total);
+      sum[half] = fma(sum[half], rescale, total);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        o[n][2 * half] *= shrink;
-        o[n][2 * half + 1] *= shrink;
+        o[n][2 * half] *= rescale;
+        o[n][2 * half + 1] *= rescale;
       }
     }
   }
@@ -161,13 +161,13 @@ attention_forward_wgmma_kernel(BU_PARAMS Launch p) {
              p.args.scale < 0.0f ? kNegatePair : 0u);
 #pragma unroll
   for (int i = 0; i < 32; ++i) rows.o[i / 4][i % 4] = 0.0f;
-  rows.top[0] = rows.top[1] = -INFINITY;
+  rows.row_max[0] = rows.row_max[1] = -INFINITY;
   rows.sum[0] = rows.sum[1] = 0.0f;
   const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
                                  block.sequence * p.args.heads + block.head, !kBias);
   const QueryBias<T, kBias> bias(p, block, windows, first_row);
 
-  const uint32_t base = hold(shared_base());
+  const uint32_t base = keep_in_register(shared_base());
   const auto wait_for = [&](int tile) {
     copy_async_wait<kAhead - 1>();
     fence_shared();
@@ -180,8 +180,8 @@ attention_forward_wgmma_kernel(BU_PARAMS Launch p) {
       wait_for(tile);  // copies for the other one
     return;
   }
-  hold(rows.q);
-  hold(rows.o);
+  wgmma_fence_operand(rows.q);
+  wgmma_fence_operand(rows.o);
   for (int tile = first_tile; tile < keys.tiles(); ++tile) {
     wait_for(tile);
     const int first_key = tile * keys.kKeys;
@@ -191,7 +191,7 @@ attention_forward_wgmma_kernel(BU_PARAMS Launch p) {
                   first_key, bias);
   }
   wgmma_wait<0>();
-  hold(rows.o);
+  wgmma_fence_operand(rows.o);
 
   const HeadRows<T> out(p.args.out_w, block.q_begin, block.head);
   float* lse = p.args.lse + block.head * p.args.q_tokens + block.q_begin;
@@ -206,7 +206,7 @@ attention_forward_wgmma_kernel(BU_PARAMS Launch p) {
     const int row = first_row + 8 * half + lane / 4;
     if (lane % 4 == 0 && row < block.q_len)
       store_global<float>(lse + row,
-                          fma(rows.top[half], kBias ? 1.0f : scale, log2f(total)) * kLn2);
+                          fma(rows.row_max[half], kBias ? 1.0f : scale, log2f(total)) * kLn2);
   }
   store_rows<T>(rows.o, factor[0], factor[1], out, first_row, block.q_len, 0);
 }

@@ -220,8 +220,8 @@ class KeyTiles {
   BU_DEVICE void start(int tile) const {
     if (tile < tiles()) {
       // Computed again for each tile: there are no registers to keep pointers in.
-      const uint32_t begin = hold(block_.k_begin);
-      const uint32_t thread = hold(threadIdx.x);
+      const uint32_t begin = keep_in_register(block_.k_begin);
+      const uint32_t thread = keep_in_register(threadIdx.x);
       const HeadRows<const T> k(a_.k, begin, block_.kv_head), v(a_.v, begin, block_.kv_head);
       copy_tile<kKeys, 32 * kWarps, kHeadDim>(keys(tile), k, tile * kKeys, end_, thread);
       copy_tile<kKeys, 32 * kWarps, kHeadDim>(values(tile), v, tile * kKeys, end_, thread);
@@ -266,8 +266,9 @@ class Operands {
  public:
   BU_DEVICE Operands() {
     const int lane = threadIdx.x % 32;
-    lane_b_ = hold(shared_base() + Tile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2));
-    lane_k_ = hold(shared_base() + Tile::offset(lane % 16, lane / 16));
+    lane_b_ =
+        keep_in_register(shared_base() + Tile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+    lane_k_ = keep_in_register(shared_base() + Tile::offset(lane % 16, lane / 16));
   }
 
   // B of two neighbouring n8 tiles, b[0], b[1] and b[2], b[3], from a tile whose rows are the n

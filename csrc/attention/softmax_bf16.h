@@ -30,22 +30,22 @@ BU_INLINE uint32_t columns_in(Range range, int column) {
 // The largest score after scaling, before it: the greatest number, or the least where the scale is
 // negative.
 BU_INLINE float largest_score(const float* s, Range seen, bool negative) {
-  f32v top = splat(negative ? kInfinity : -kInfinity);
-  const auto take = [&](f32v x) __attribute__((always_inline)) {
-    top = negative ? vmin(top, x) : vmax(top, x);
+  f32v row_max = splat(negative ? kInfinity : -kInfinity);
+  const auto include = [&](f32v x) __attribute__((always_inline)) {
+    row_max = negative ? vmin(row_max, x) : vmax(row_max, x);
   };
   const auto take_some = [&](int j) __attribute__((always_inline)) {
     const i32v column = (i32v)lane_index() + j;
-    take(select((column >= seen.first) & (column < seen.last), load(s + j), top));
+    include(select((column >= seen.first) & (column < seen.last), load(s + j), row_max));
   };
   int j = seen.first / kLanes * kLanes;
   if (j < seen.first) {
     take_some(j);
     j += kLanes;
   }
-  for (; j + kLanes <= seen.last; j += kLanes) take(load(s + j));
+  for (; j + kLanes <= seen.last; j += kLanes) include(load(s + j));
   if (j < seen.last) take_some(j);
-  return negative ? -reduce_max(-top) : reduce_max(top);
+  return negative ? -reduce_max(-row_max) : reduce_max(row_max);
 }
 
 // One row: scores -> weights that are not normalised, 0 in the columns that the row does not see.

@@ -43,7 +43,7 @@ BU_DEVICE uint32_t take_ticket(uint32_t* counter, uint32_t last) {
 }
 
 // The value itself, which the compiler will keep in a register and not compute again at each use.
-BU_DEVICE uint32_t hold(uint32_t value) {
+BU_DEVICE uint32_t keep_in_register(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }

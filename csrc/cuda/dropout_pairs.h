@@ -42,8 +42,8 @@ struct PairRule {
     limits = rule.limit * 0x10001u;
     flip = rule.flip;
     if (held) {
-      limits = hold(limits);
-      flip = hold(flip);
+      limits = keep_in_register(limits);
+      flip = keep_in_register(flip);
     }
   }
 

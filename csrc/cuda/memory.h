@@ -13,7 +13,7 @@ namespace bert_unpad {
 extern __shared__ __align__(1024) unsigned char block_shared_memory[];
 
 // The address of offset 0 in the shared window, for PTX. On sm_90 it takes a few instructions;
-// where it counts, hold() it.
+// where it counts, keep_in_register() it.
 BU_DEVICE uint32_t shared_base() {
   return static_cast<uint32_t>(__cvta_generic_to_shared(block_shared_memory));
 }

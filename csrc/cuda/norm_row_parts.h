@@ -157,7 +157,7 @@ struct SharedParameters {
   // otherwise keep them in registers.
   BU_DEVICE SharedParameters reloaded() const {
     SharedParameters other = *this;
-    other.begin = hold(begin);
+    other.begin = keep_in_register(begin);
     return other;
   }
 

@@ -15,7 +15,8 @@
 //   wgmma_fence();     before each group, after the last access to the registers that take part
 //   wgmma(...);        once or several times; a warpgroup's products are made in order
 //   wgmma_commit();    makes them a group
-//   wgmma_wait<N>();   only then may these registers be used again, after hold(); the tiles, by
+//   wgmma_wait<N>();   only then may these registers be used again, after keep_in_register(); the
+//   tiles, by
 //                      other threads, after a barrier that follows
 //
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Operation" (fragments,
@@ -48,12 +49,12 @@ BU_DEVICE void wgmma_wait() {
 // Keeps the compiler from moving what computes or uses these registers across this place: it does
 // not know that wgmma uses them after its instruction.
 template <int kTiles>
-BU_DEVICE void hold(float (&registers)[kTiles][4]) {
+BU_DEVICE void wgmma_fence_operand(float (&registers)[kTiles][4]) {
 #pragma unroll
   for (int i = 0; i < 4 * kTiles; ++i) asm volatile("" : "+f"(registers[i / 4][i % 4]));
 }
 template <int kTiles>
-BU_DEVICE void hold(uint32_t (&registers)[kTiles][4]) {
+BU_DEVICE void wgmma_fence_operand(uint32_t (&registers)[kTiles][4]) {
 #pragma unroll
   for (int i = 0; i < 4 * kTiles; ++i) asm volatile("" : "+r"(registers[i / 4][i % 4]));
 }
