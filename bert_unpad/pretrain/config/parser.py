@@ -45,7 +45,6 @@ def make_parser(tiers: Sequence[str] = ("common", "advanced")) -> jsonargparse.A
         formatter_class=_Formatter,
         exit_on_error=False,
         add_help=False,
-        allow_abbrev=False,
     )
     parser.add_argument(
         *("-h", "--help"),

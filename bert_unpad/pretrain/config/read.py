@@ -12,18 +12,15 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from bert_unpad.pretrain.config.errors import ConfigError
+from bert_unpad.pretrain.config.given import Given, read_given
 from bert_unpad.pretrain.config.options import describe, find_options
 from bert_unpad.pretrain.config.run import PretrainConfig
 from bert_unpad.pretrain.config.update import OptimizerConfig
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser, Namespace
 
 __all__ = ["Settings", "read_config", "read_settings"]
 
@@ -82,18 +79,16 @@ def read_settings(arguments: Sequence[str] | None = None) -> Settings:
 def _read(arguments: list[str]) -> Settings:
     from bert_unpad.pretrain.config.parser import make_parser
 
+    given = read_given(arguments, _OPTIONS)
     parser = make_parser()
     try:
         parsed = parser.parse_args(arguments)
     except argparse.ArgumentError as error:
-        raise _explain(str(error)) from error
-    except (OverflowError, UnicodeDecodeError) as error:
-        expected = "expected numbers of 64 bits, and YAML files in UTF-8"
-        raise ConfigError("config", f"{expected}, got an error: {error}") from error
-    for name in {option.partition(".")[0] for option in _OPTIONS if "." in option}:
-        if not hasattr(parsed[name], "__dict__"):
-            raise ConfigError(name, f"expected options of this section, got {parsed[name]!r}")
-    replaced = _replaced(parser, parsed)
+        raise _explain(str(error), given) from error
+    except OverflowError as error:  # of an integer of some 300 digits
+        raise ConfigError(
+            "config", f"expected numbers of 64 bits, got a larger one: {error}"
+        ) from error
     del parsed["config"]
     try:
         text = parser.dump(parsed)
@@ -106,24 +101,22 @@ def _read(arguments: list[str]) -> Settings:
         raise ConfigError(f"data.{name}", message) from error
     config = PretrainConfig(**vars(fields))
     config.validate()
-    return Settings(config, text, replaced)
+    return Settings(config, text, _replaced(given))
 
 
-def _replaced(parser: ArgumentParser, parsed: Namespace) -> dict[str, str]:
+def _replaced(given: Sequence[Given]) -> dict[str, str]:
     """Options of `optimizer` that a file gives for another optimizer, and the name of that one.
 
-    A file's options are for the optimizer that is named when the whole file is read. One with
-    another value in the end has been given again.
+    A file's options are for the optimizer that is named when the whole file is read.
     """
-    name = OptimizerConfig.name
-    meant: dict[str, tuple[str, Any]] = {}
-    for file in parsed.config or ():
-        section = parser.parse_path(str(file), defaults=False).get("optimizer")
-        given = {} if section is None else vars(section)
-        name = given.get("name", name)
-        meant |= {key: (name, value) for key, value in given.items()}
-    now = parsed.optimizer
-    return {x: y for x, (y, value) in meant.items() if y != now.name and value == now[x]}
+    name, meant = OptimizerConfig.name, {}
+    for values, in_file in given:
+        name = values.get("optimizer.name", name)
+        for option in values:
+            section, _, key = option.partition(".")
+            if section == "optimizer":
+                meant[key] = name if in_file else None
+    return {key: other for key, other in meant.items() if other not in (None, name)}
 
 
 def _show_help(arguments: Sequence[str]) -> None:
@@ -139,20 +132,11 @@ def _show_help(arguments: Sequence[str]) -> None:
         raise SystemExit(0)
 
 
-def _explain(message: str) -> ConfigError:
-    """The parser's error about an option or its value, in the words of all errors."""
-    unknown = re.match(
-        r"unrecognized arguments: --([\w.]+)|Group '(\w+)' does not accept option '(.*)'"
-        r"|Option '(.*)' is not accepted",
-        message,
-    )
-    if unknown:
-        name = ".".join(filter(None, unknown.groups()))
-        close = get_close_matches(name, _OPTIONS, n=1) or ["those of --help=advanced"]
-        return ConfigError(name, f"expected an option such as {close[0]}, got an unknown one")
-    wrong = re.match(r'Parser key "([\w.]+)":.*(?:Got|Given) value: (.*)', message, re.DOTALL)
-    if wrong and wrong[1] in _OPTIONS:
-        return ConfigError(
-            wrong[1], f"expected {describe(_OPTIONS[wrong[1]].type)}, got {wrong[2]}"
-        )
-    return ConfigError("config", " ".join(message.split()))
+def _explain(message: str, given: Sequence[Given]) -> ConfigError:
+    """The parser's error about an option's value, in the words of all errors."""
+    values = {name: value for one in given for name, value in one.values.items()}
+    found = re.search(r'^(?:Parser key "|argument --)([\w.]+)', message)
+    if found is None or found[1] not in values:
+        return ConfigError("config", message)
+    name = found[1]
+    return ConfigError(name, f"expected {describe(_OPTIONS[name].type)}, got {values[name]!r}")

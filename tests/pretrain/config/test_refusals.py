@@ -60,9 +60,17 @@ def test_settings(given, message, run, capsys, tmp_path):
     assert not (tmp_path / "cache").exists()  # nothing was prepared before
 
 
-def test_settings_that_are_nested_hundreds_of_levels_deep(run, capsys, tmp_path):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 1000,
+        "optimizer: {arguments: " + "{a: " * 1000 + "1" + "}" * 1001,
+        "optimizer: {arguments: " + "{a: " * 600 + "1" + "}" * 601,
+    ],
+)
+def test_settings_that_are_nested_hundreds_of_levels_deep(text, run, capsys, tmp_path):
     file = tmp_path / "deep.yaml"
-    file.write_text("optimizer: {arguments: " + "{a: " * 600 + "1" + "}" * 601)
+    file.write_text(text)
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(1000)  # Python's own; Inductor raises it
     try:
@@ -70,6 +78,11 @@ def test_settings_that_are_nested_hundreds_of_levels_deep(run, capsys, tmp_path)
     finally:
         sys.setrecursionlimit(limit)
     assert "config: expected values in a few levels" in error
+
+
+def test_a_configuration_is_a_regular_file(run, capsys):
+    message = "config: expected a YAML file, got '/dev/zero': .* no regular file"
+    assert re.search(message, _refused([*run, "--config", "/dev/zero"], capsys))
 
 
 def test_width_of_a_head_by_device(run):

@@ -81,8 +81,8 @@ def test_the_saved_configuration_is_what_the_run_has(recipe, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--optimizer.betas", "[0.7, 0.9]"], r"optimizer\.betas: expected null with optimizer\.n"),
-        (["--optimizer", "{eps: 1e-5}"], r"optimizer\.eps: expected null with optimizer\.name"),
+        (["--optimizer.betas", "[0.8, 0.9]"], r"optimizer\.betas: expected null with optimizer\.n"),
+        (["--optimizer", "{eps: 1e-4}"], r"optimizer\.eps: expected null with optimizer\.name"),
         (["--optimizer.arguments", "{a: 1}"], r"optimizer\.arguments: expected arguments of .*'a'"),
     ],
 )
