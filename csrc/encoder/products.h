@@ -25,15 +25,17 @@ inline int64_t multiple_of(int64_t factor, int64_t n) { return (n + factor - 1) 
 inline constexpr int64_t kBlockRows = 192;
 
 // Blocks of rows, and whether there is one whose products are split instead. `packs`: weights are
-// packed in each call. Of fewer than four blocks a thread it is faster to pack them slab by slab,
-// within the cache, than whole (fp32, 240 to 800 rows: by 5 to 10 %).
+// packed in each call. Of fewer than four blocks a thread, and eight in all, since a block's memory
+// grows with its rows, it is faster to pack them slab by slab, within the cache, than whole (fp32,
+// 240 to 800 rows a thread: by 5 to 10 %).
 struct RowBlocks {
   int64_t rows, size, count;
   bool split;
 
   RowBlocks(int64_t rows, bool packs) : rows(rows) {
     const int64_t threads = torch::stable::get_num_threads();
-    split = rows < (packs ? 4 : 1) * kBlockRows * threads;
+    const int64_t few = packs ? std::max(threads, std::min<int64_t>(4 * threads, 8)) : threads;
+    split = rows < few * kBlockRows;
     const int64_t rounds = (rows + kBlockRows * threads - 1) / (kBlockRows * threads);
     size = split ? std::max<int64_t>(rows, 1)
                  : multiple_of(6, (rows + rounds * threads - 1) / (rounds * threads));

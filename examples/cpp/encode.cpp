@@ -5,6 +5,7 @@
 // All lines are one batch. `none` writes the hidden states of all tokens instead.
 #include <bert_unpad/encoder.h>
 
+#include <charconv>
 #include <exception>
 #include <iostream>
 #include <sstream>
@@ -24,10 +25,16 @@ int run(int argc, char** argv) {
   }
   std::vector<std::vector<int64_t>> texts;
   for (std::string line; std::getline(std::cin, line);) {
-    std::istringstream numbers(line);
+    std::istringstream words(line);
     texts.emplace_back();
-    for (int64_t id; numbers >> id;) texts.back().push_back(id);
-    if (!numbers.eof()) throw std::invalid_argument("ids: expected integers, got " + line);
+    for (std::string word; words >> word;) {
+      int64_t id = 0;
+      const char* end = word.data() + word.size();
+      const auto [rest, error] = std::from_chars(word.data(), end, id);
+      if (error != std::errc() || rest != end)
+        throw std::invalid_argument("ids: expected integers, got " + word);
+      texts.back().push_back(id);
+    }
   }
   bert_unpad::load_operators(BERT_UNPAD_LIBRARY);
   using bert_unpad::Weights;

@@ -1,5 +1,6 @@
 """The C++ program of examples/cpp: built by CMake against LibTorch, and what it computes."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import bert_unpad
 from bert_unpad import hf
+from tests.support.seeds import derived
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "cpp"
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
@@ -122,7 +125,8 @@ def test_vectors(
     [
         ("5 6\n\n", "texts: expected token ids in each, got none"),
         ("5 96\n", "texts: ids: expected 0 to 95, got 96"),
-        ("5 x\n", "ids: expected integers, got 5 x"),
+        ("5 x\n", "ids: expected integers, got x"),
+        ("5 99999999999999999999\n", "ids: expected integers, got 99999999999999999999"),
         (" ".join(["5"] * 513) + "\n", "texts: tokens: expected 0 to 512, got 513"),
     ],
 )
@@ -145,11 +149,105 @@ def test_a_damaged_file_is_named(program: Path, tmp_path: Path) -> None:
         assert said in done.stderr
 
 
+def refused(program: Path, folder: Path) -> str:
+    """What is said of a folder that cannot be loaded."""
+    done = subprocess.run([program, folder], input="5\n", capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "shape"),
+    [
+        (bert, "encoder.layer.1.attention.self.query.bias", None),
+        (bert, "embeddings.LayerNorm.bias", None),
+        (modernbert, "layers.1.attn_norm.weight", None),
+        (modernbert, "layers.0.attn.Wqkv.weight", (2, 64)),
+        (bert, "encoder.layer.0.output.dense.weight", (128, 64)),
+        (bert, "embeddings.word_embeddings.weight", (95, 64)),
+    ],
+)
+def test_tensors_that_are_missing_or_of_another_shape_are_named(
+    make: Callable[[], torch.nn.Module],
+    name: str,
+    shape: tuple[int, ...] | None,
+    program: Path,
+    tmp_path: Path,
+) -> None:
+    make().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[name]
+    if shape is not None:
+        tensors[name] = torch.zeros(shape)
+    save_file(tensors, tmp_path / "model.safetensors")
+    said = refused(program, tmp_path)
+    assert name in said
+    assert ("expected a tensor" if shape is None else f"got [{shape[0]},{shape[1]}]") in said
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "said"),
+    [
+        (modernbert, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope_scaling"),
+        (
+            modernbert,
+            {"rope_parameters": {"full_attention": {"type": "linear", "rope_theta": 1e4}}},
+            "rope_parameters: expected the rope_type default",
+        ),
+        (modernbert, {"rope_parameters": {"full_attention": None}}, "rope_parameters: expected"),
+        (bert, {"is_decoder": True}, "is_decoder: expected false"),
+        (bert, {"num_hidden_layers": -3}, "num_hidden_layers: expected 0 to"),
+        (bert, {"hidden_act": "quick_gelu"}, "hidden_act: expected"),
+        (bert, {"num_attention_heads": 3}, "num_attention_heads: expected"),
+        (bert, {"layer_norm_eps": -1.0}, "layer_norm_eps: expected"),
+        (bert, {"position_embedding_type": "relative_key"}, "position_embedding_type: expected"),
+    ],
+)
+def test_settings_that_it_cannot_compute_are_named(
+    make: Callable[[], torch.nn.Module],
+    change: dict,
+    said: str,
+    program: Path,
+    tmp_path: Path,
+) -> None:
+    make().save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    assert said in refused(program, tmp_path)
+
+
+def test_files_of_older_libraries(program: Path, texts: list[list[int]], tmp_path: Path) -> None:
+    """Norms are gamma and beta; ModernBERT's layers and angles follow from numbers."""
+    model = bert()
+    for folder in ("new", "old", "modern", "modern_old"):
+        made = model if "modern" not in folder else modernbert()
+        torch.manual_seed(derived(0))
+        for p in made.parameters():
+            p.data.normal_(0, 0.1)
+        made.save_pretrained(tmp_path / folder)
+    tensors = load_file(tmp_path / "old" / "model.safetensors")
+    names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    older = {
+        name.replace(end, names[end])
+        if (end := ".".join(name.split(".")[-2:])) in names
+        else name: t
+        for name, t in tensors.items()
+    }
+    assert older.keys() != tensors.keys()
+    save_file(older, tmp_path / "old" / "model.safetensors")
+    config = tmp_path / "modern_old" / "config.json"
+    fields = json.loads(config.read_text())
+    for name in ("layer_types", "rope_parameters", "sliding_window"):
+        fields[name] = None
+    config.write_text(json.dumps(fields | {"global_attn_every_n_layers": 3, "local_attention": 8}))
+    for new, old in (("new", "old"), ("modern", "modern_old")):
+        want = run(program, tmp_path / new, texts, "none")
+        assert torch.equal(run(program, tmp_path / old, texts, "none"), want)
+
+
 def test_an_unknown_model_is_named(program: Path, tmp_path: Path) -> None:
     model = transformers.DistilBertModel(
         transformers.DistilBertConfig(dim=64, n_layers=1, n_heads=4)
     )
     model.save_pretrained(tmp_path)
-    done = subprocess.run([program, tmp_path], input="5\n", capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "model_type: expected bert, roberta" in done.stderr
+    assert "model_type: expected bert, roberta" in refused(program, tmp_path)

@@ -177,7 +177,7 @@ def test_calibration_keeps_layers_that_lose_too_much(whole_layers):
     ours = hf.unpad(clone(stock), weights="int8")
     cosines = hf.calibrate(ours, call, 0.9)
     assert list(cosines) == ["encoder.layer.0", "encoder.layer.1"]
-    assert cosines["encoder.layer.0"] > 0.9 > cosines["encoder.layer.1"]
+    assert cosines["encoder.layer.0"] > 0.99 > 0.9 > cosines["encoder.layer.1"]
     del whole_layers[:]
     with torch.no_grad():
         first(ours, call)

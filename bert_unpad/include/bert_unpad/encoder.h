@@ -82,22 +82,25 @@ class Safetensors {
 
   bool has(const std::string& name) const { return header_.contains(name); }
 
-  // In float32.
-  at::Tensor get(const std::string& name) const {
-    if (!has(name)) refuse(path_ + ": expected a tensor " + name);
+  // A tensor of this shape, in float32.
+  at::Tensor get(const std::string& name, const std::vector<int64_t>& shape) const {
+    const auto said = path_ + ": " + name + ": expected ";
     static const std::map<std::string, at::ScalarType> dtypes = {
         {"F32", at::kFloat}, {"F16", at::kHalf}, {"BF16", at::kBFloat16}};
+    if (!has(name)) refuse(path_ + ": expected a tensor " + name);
     try {
       const Json& entry = header_.at(name);
       const auto dtype = dtypes.find(entry.at("dtype").get<std::string>());
-      if (dtype == dtypes.end()) refuse(path_ + ": " + name + ": expected F32, F16 or BF16");
-      const auto shape = entry.at("shape").get<std::vector<int64_t>>();
+      if (dtype == dtypes.end()) refuse(said + "F32, F16 or BF16");
+      if (entry.at("shape").get<std::vector<int64_t>>() != shape)
+        refuse(said + "shape " + Json(shape).dump() + ", got " + entry.at("shape").dump());
       const auto place = entry.at("data_offsets").get<std::vector<int64_t>>();
       int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype->second));
       for (const int64_t n : shape) bytes *= n;
-      if (place.size() != 2 || place[0] < 0 || place[1] - place[0] != bytes ||
-          place[1] > bytes_.size(0) - first_)
-        refuse(path_ + ": " + name + ": expected data of its shape within the file");
+      const int64_t most = bytes_.size(0) - first_;
+      if (place.size() != 2 || place[0] < 0 || place[0] > most || place[1] > most ||
+          place[1] - place[0] != bytes)
+        refuse(said + "data of its shape within the file");
       // A copy: data in a file need not be aligned, and the file may change.
       return bytes_.slice(0, first_ + place[0], first_ + place[1])
           .clone()
@@ -105,7 +108,7 @@ class Safetensors {
           .view(shape)
           .to(at::kFloat);
     } catch (const Json::exception&) {
-      refuse(path_ + ": " + name + ": expected dtype, shape and data_offsets");
+      refuse(said + "dtype, shape and data_offsets");
     }
   }
 
@@ -183,22 +186,23 @@ class Encoder {
  public:
   // `folder`: of config.json and model.safetensors. Weights in 8 bits: see `unpad(weights="int8")`.
   explicit Encoder(const std::string& folder, Weights weights = Weights::kFloat32) {
-    Source from{detail::read_json(folder + "/config.json"),
-                detail::Safetensors(folder + "/model.safetensors"), weights == Weights::kInt8};
-    const detail::Family& names = detail::family_of(from.field<std::string>("model_type"));
-    modern_ = names.final_norm != nullptr;
-    if (from.files.has(std::string(names.trunk) + names.word + ".weight")) from.trunk = names.trunk;
-    if (from.field<std::string>("position_embedding_type", "absolute") != "absolute")
-      detail::refuse("position_embedding_type: expected absolute");
+    const Source from(folder, weights == Weights::kInt8);
+    const detail::Family& names = from.names;
+    modern_ = from.modern;
     eps_ = from.field<double>(modern_ ? "norm_eps" : "layer_norm_eps", modern_ ? 1e-5 : 1e-12);
-    if (&names == &detail::kRoberta) first_position_ = from.field<int64_t>("pad_token_id", 1) + 1;
-    word_ = from.tensor(names.word, ".weight");
-    if (names.position) position_ = from.tensor(names.position, ".weight");
-    if (names.type) type_ = from.tensor(names.type, ".weight");
-    embedding_norm_ = from.affine(names.embedding_norm);
-    if (modern_) final_norm_ = from.affine(names.final_norm);
-    for (int64_t i = 0; i < from.field<int64_t>("num_hidden_layers"); ++i)
-      layers_.push_back(read_layer(from, names, i));
+    if (!(eps_ >= 0.0)) detail::refuse("layer_norm_eps: expected a number from 0 on");
+    if (&names == &detail::kRoberta) first_position_ = from.size("pad_token_id", 0, 1) + 1;
+    const int64_t hidden = from.hidden;
+    word_ = from.tensor(names.word, ".weight", {from.size("vocab_size", 1), hidden});
+    const auto table = [&](const char* name, const char* field) {
+      return name ? from.tensor(name, ".weight", {from.size(field, 1), hidden}) : at::Tensor();
+    };
+    position_ = table(names.position, "max_position_embeddings");
+    type_ = table(names.type, "type_vocab_size");
+    embedding_norm_ = from.norm(names.embedding_norm);
+    if (modern_) final_norm_ = from.norm(names.final_norm);
+    for (int64_t i = 0, count = from.size("num_hidden_layers", 0); i < count; ++i)
+      layers_.push_back(read_layer(from, i));
   }
 
   // Vectors of texts, [texts, hidden], or with kNone the hidden states of all tokens, [tokens,
@@ -264,7 +268,25 @@ class Encoder {
     detail::Json config;
     detail::Safetensors files;
     bool int8;
+    const detail::Family& names;
+    bool modern;
+    int64_t hidden;
     std::string trunk;
+
+    Source(const std::string& folder, bool int8)
+        : config(detail::read_json(folder + "/config.json")),
+          files(folder + "/model.safetensors"),
+          int8(int8),
+          names(detail::family_of(field<std::string>("model_type"))),
+          modern(names.final_norm != nullptr),
+          hidden(size("hidden_size", 1)) {
+      if (files.has(std::string(names.trunk) + names.word + ".weight")) trunk = names.trunk;
+      if (field<std::string>("position_embedding_type", "absolute") != "absolute")
+        detail::refuse("position_embedding_type: expected absolute");
+      if (field<bool>("is_decoder", false)) detail::refuse("is_decoder: expected false");
+      if (!field<detail::Json>("rope_scaling", detail::Json()).is_null())
+        detail::refuse("rope_scaling: expected none");
+    }
 
     template <class T>
     T field(const std::string& name, std::optional<T> otherwise = std::nullopt) const {
@@ -275,62 +297,72 @@ class Encoder {
         detail::refuse("config.json: " + name + ": expected another value");
       }
     }
-    at::Tensor tensor(const std::string& module, const char* kind, bool optional = false) const {
-      const std::string name = trunk + module + kind;
-      return optional && !files.has(name) ? at::empty({0}) : files.get(name);
+    int64_t size(const char* name, int64_t least, std::optional<int64_t> otherwise = {}) const {
+      const auto found = field<int64_t>(name, otherwise);
+      detail::check_range(name, found, least, int64_t{1} << 28);
+      return found;
     }
-    Affine affine(const std::string& module, bool optional = false) const {
-      return {tensor(module, ".weight", optional), tensor(module, ".bias", true)};
+    at::Tensor tensor(const std::string& module, const std::string& kind,
+                      const std::vector<int64_t>& shape) const {
+      // Norms of older files have other names.
+      const std::string older = module + (kind == ".bias" ? ".beta" : ".gamma");
+      if (files.has(trunk + older)) return files.get(trunk + older, shape);
+      return files.get(trunk + module + kind, shape);
+    }
+    Affine norm(const std::string& module) const {
+      const bool bias = !modern || field<bool>("norm_bias", false);
+      return {tensor(module, ".weight", {hidden}),
+              bias ? tensor(module, ".bias", {hidden}) : at::empty({0})};
+    }
+    // Part `part` of a linear layer that holds `parts` of them, [columns, depth] each.
+    Affine linear(const std::string& module, int64_t columns, int64_t depth, bool bias,
+                  int64_t parts = 1, int64_t part = 0) const {
+      if (columns % 32 != 0 || depth % 32 != 0)
+        detail::refuse(module + ": expected multiples of 32 features, got " +
+                       std::to_string(columns) + " of " + std::to_string(depth));
+      const int64_t first = part * columns, last = first + columns;
+      const at::Tensor weight =
+          tensor(module, ".weight", {parts * columns, depth}).slice(0, first, last).clone();
+      return {int8 ? pack_int8(weight) : weight,
+              bias ? tensor(module, ".bias", {parts * columns}).slice(0, first, last).clone()
+                   : at::empty({0})};
     }
   };
 
-  // One of `parts` equal parts of a linear layer.
-  static Affine linear(const Source& from, const std::string& module, int64_t parts, int64_t part) {
-    const auto [weight, bias] = from.affine(module);
-    const at::Tensor own = weight.chunk(parts, 0)[part].contiguous();
-    return {from.int8 ? pack_int8(own) : own,
-            bias.numel() == 0 ? bias : bias.chunk(parts, 0)[part].contiguous()};
-  }
-
-  Layer read_layer(const Source& from, const detail::Family& names, int64_t index) const {
+  Layer read_layer(const Source& from, int64_t index) const {
+    const detail::Family& names = from.names;
     const std::string prefix = names.layers + std::to_string(index) + ".";
+    const Affine none = {at::empty({0}), at::empty({0})};
+    const int64_t hidden = from.hidden, inner = from.size("intermediate_size", 1);
+    const int64_t heads = from.size("num_attention_heads", 1), width = hidden / heads;
+    if (hidden % heads != 0 || width > 256)
+      detail::refuse("num_attention_heads: expected heads of equal width, at most 256");
+    const bool attention_bias = !modern_ || from.field<bool>("attention_bias", false);
+    const bool mlp_bias = !modern_ || from.field<bool>("mlp_bias", false);
     Layer layer;
     const auto add = [&](const Affine& affine) {
       layer.parameters.insert(layer.parameters.end(), affine.begin(), affine.end());
     };
-    const int64_t thirds = modern_ ? 3 : 1, halves = modern_ ? 2 : 1;
-    add(linear(from, prefix + names.query, thirds, 0));
-    add(linear(from, prefix + names.key, thirds, modern_ ? 1 : 0));
-    add(linear(from, prefix + names.value, thirds, modern_ ? 2 : 0));
-    add(linear(from, prefix + names.attention_out, 1, 0));
-    add(linear(from, prefix + names.ffn_in, halves, 0));
-    if (modern_)
-      add(linear(from, prefix + names.ffn_gate, halves, 1));
-    else
-      add({at::empty({0}), at::empty({0})});
-    add(linear(from, prefix + names.ffn_out, 1, 0));
+    const char* projections[] = {names.query, names.key, names.value};
+    for (int64_t i = 0; i < 3; ++i)
+      add(from.linear(prefix + projections[i], hidden, hidden, attention_bias, modern_ ? 3 : 1,
+                      modern_ ? i : 0));
+    add(from.linear(prefix + names.attention_out, hidden, hidden, attention_bias));
+    add(from.linear(prefix + names.ffn_in, inner, hidden, mlp_bias, modern_ ? 2 : 1));
+    add(modern_ ? from.linear(prefix + names.ffn_gate, inner, hidden, mlp_bias, 2, 1) : none);
+    add(from.linear(prefix + names.ffn_out, hidden, inner, mlp_bias));
+    // ModernBERT's first layer gets the embeddings' norm.
+    const bool normed = modern_ && index == 0;
     for (const char* norm : names.norms)
-      add(norm ? from.affine(prefix + norm, true) : Affine{at::empty({0}), at::empty({0})});
-    const auto hidden = from.field<int64_t>("hidden_size");
-    const auto heads = from.field<int64_t>("num_attention_heads");
-    if (heads < 1 || hidden % heads != 0)
-      detail::refuse("num_attention_heads: expected a divisor of hidden_size");
+      add(norm && !(normed && norm == names.norms[0]) ? from.norm(prefix + norm) : none);
     static const std::map<std::string, int64_t> activations = {
         {"gelu", 0}, {"gelu_new", 1}, {"gelu_pytorch_tanh", 1}, {"silu", 2}, {"relu", 3}};
-    const auto activation =
-        from.field<std::string>(modern_ ? "hidden_activation" : "hidden_act", "gelu");
-    if (!activations.count(activation))
-      detail::refuse("hidden_act: expected gelu, gelu_new, silu or relu, got " + activation);
-    const int64_t width = hidden / heads, window = modern_ ? window_of(from, index) : -1;
-    layer.shape = {heads,
-                   heads,
-                   width,
-                   from.field<int64_t>("intermediate_size"),
-                   activations.at(activation),
-                   0,
-                   modern_,
-                   window,
-                   window};
+    const char* field = modern_ ? "hidden_activation" : "hidden_act";
+    const auto kind = activations.find(from.field<std::string>(field, "gelu"));
+    if (kind == activations.end())
+      detail::refuse(std::string(field) + ": expected gelu, gelu_new, silu or relu");
+    const int64_t window = modern_ ? window_of(from, index) : -1;
+    layer.shape = {heads, heads, width, inner, kind->second, 0, modern_, window, window};
     const double theta = modern_ ? theta_of(from, window >= 0) : 0.0;
     layer.numbers = {1.0 / std::sqrt(static_cast<double>(width)), eps_, eps_, eps_, theta, 1.0};
     return layer;
@@ -338,15 +370,13 @@ class Encoder {
 
   // Tokens that a ModernBERT layer sees to each side; -1: all.
   static int64_t window_of(const Source& from, int64_t index) {
-    const auto whole = from.field<int64_t>("local_attention", 128);
-    const auto reach = from.field<int64_t>("sliding_window", whole / 2);
-    if (from.config.contains("layer_types")) {
-      const auto types = from.field<std::vector<std::string>>("layer_types");
-      detail::check_range("layer_types: entries", index, 0, static_cast<int64_t>(types.size()) - 1);
-      return types[index] == "sliding_attention" ? reach : -1;
-    }
-    const auto every = from.field<int64_t>("global_attn_every_n_layers", 3);
-    return every > 0 && index % every == 0 ? -1 : reach;
+    const int64_t whole = from.size("local_attention", 1, 128);
+    const int64_t reach = from.size("sliding_window", 0, whole / 2);
+    const auto types = from.field<std::vector<std::string>>("layer_types", {{}});
+    if (types.empty())
+      return index % from.size("global_attn_every_n_layers", 1, 3) == 0 ? -1 : reach;
+    detail::check_range("layer_types: layers", index, 0, static_cast<int64_t>(types.size()) - 1);
+    return types[index] == "sliding_attention" ? reach : -1;
   }
 
   static double theta_of(const Source& from, bool local) {
@@ -354,10 +384,16 @@ class Encoder {
                                             local ? 10'000.0 : 160'000.0);
     const char* kind = local ? "sliding_attention" : "full_attention";
     const auto ropes = from.field<detail::Json>("rope_parameters", detail::Json::object());
-    if (!ropes.contains(kind)) return usual;
-    if (ropes.at(kind).value("rope_type", "default") != "default")
-      detail::refuse("rope_parameters: expected the rope_type default");
-    return ropes.at(kind).value("rope_theta", usual);
+    try {
+      if (!ropes.contains(kind)) return usual;
+      const detail::Json& rope = ropes.at(kind);
+      if (rope.value("rope_type", rope.value("type", "default")) != "default")
+        detail::refuse("rope_parameters: expected the rope_type default");
+      return rope.value("rope_theta", usual);
+    } catch (const detail::Json::exception&) {
+      detail::refuse("rope_parameters: expected an object with rope_theta for " +
+                     std::string(kind));
+    }
   }
 
   at::Tensor normalised(const at::Tensor& x, const Affine& norm) const {
