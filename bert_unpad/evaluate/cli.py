@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from bert_unpad._arguments import (
     above_zero,
@@ -85,6 +86,7 @@ def _files(options: argparse.Namespace, name: str) -> dict[str, list[int]]:
 def _result(options: argparse.Namespace, name: str, seed: int) -> dict[str, float]:
     """The measures of one fine-tuning: from its file if it is there, else made now."""
     settings = {key: getattr(options, key) for key in _SETTINGS}
+    settings["max_length"] = options.max_length or TASKS[name].max_length
     settings["files"] = _files(options, name)
     path = options.output / name / f"seed-{seed}.json"
     if path.is_file():
@@ -116,9 +118,8 @@ def _table(results: dict[str, list[dict[str, float]]]) -> str:
     for name, runs in results.items():
         for metric in runs[0]:
             values = [100 * run[metric] for run in runs]
-            deviation = f"{statistics.stdev(values):.2f}" if len(values) > 1 else ""
+            deviation = f"{np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
             lines.append(
-                f"| {name} | {metric} | {statistics.fmean(values):.2f} | {deviation} | "
-                f"{len(values)} |"
+                f"| {name} | {metric} | {np.mean(values):.2f} | {deviation} | {len(values)} |"
             )
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import transformers
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from torch.nn.functional import cross_entropy
 
 from bert_unpad import hf
 from bert_unpad.evaluate.answers import answer_features, answers_of, measures
@@ -22,14 +24,39 @@ from bert_unpad.evaluate.tasks import TASKS, Row, Task, read_rows
 
 __all__ = ["METRICS", "load", "measure"]
 
+
+def _correlation(function: Callable[..., Any], labels: Any, found: Any) -> float:
+    """A correlation of SciPy's; 0 with what is constant, as one row is."""
+    return function(labels, found).statistic if min(np.ptp(labels), np.ptp(found)) else 0.0
+
+
 METRICS: dict[str, Callable[..., float]] = {
     "accuracy": accuracy_score,
     "f1": f1_score,
     "matthews": matthews_corrcoef,
-    "pearson": lambda labels, found: pearsonr(labels, found).statistic,
-    "spearman": lambda labels, found: spearmanr(labels, found).statistic,
+    "pearson": partial(_correlation, pearsonr),
+    "spearman": partial(_correlation, spearmanr),
 }
 """Functions of labels and predictions."""
+
+
+class _AnswerTrainer(transformers.Trainer):
+    """A Trainer for answers: scores of padding are left out of the softmax of the loss.
+
+    Transformers' own loss takes them in, and packed models have others than padded ones.
+    """
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        others = dict(inputs)
+        ends = [others.pop(f"{side}_positions") for side in ("start", "end")]
+        outputs = model(**others)
+        padding = inputs["attention_mask"] == 0
+        losses = [
+            cross_entropy(scores.masked_fill(padding, -math.inf), end)
+            for scores, end in zip((outputs.start_logits, outputs.end_logits), ends, strict=True)
+        ]
+        loss = (losses[0] + losses[1]) / 2
+        return (loss, outputs) if return_outputs else loss
 
 
 def measure(options: argparse.Namespace, name: str, seed: int) -> dict[str, float]:
@@ -61,7 +88,7 @@ def measure(options: argparse.Namespace, name: str, seed: int) -> dict[str, floa
         dataloader_pin_memory=torch.cuda.is_available(),
     )
     settings._n_gpu = min(settings.n_gpu, 1)  # several would be torch.nn.DataParallel
-    trainer = transformers.Trainer(
+    trainer = (transformers.Trainer if task.classes else _AnswerTrainer)(
         model=model,
         args=settings,
         train_dataset=features["train"],
@@ -71,21 +98,24 @@ def measure(options: argparse.Namespace, name: str, seed: int) -> dict[str, floa
     metrics: dict[str, float] = {}
     for split in task.validation:
         scores: Any = trainer.predict(features[split]).predictions
-        if task.classes:
+        if isinstance(scores, tuple):  # starts and ends; models with a decoder return more
+            scores = scores[0] if task.classes else scores[:2]
+        if np.isnan(scores).any():  # the training diverged
+            values = dict.fromkeys(task.metrics, math.nan)
+        elif task.classes:
             found = scores[:, 0] if task.classes == 1 else scores.argmax(-1)
             labels = [row["label"] for row in rows[split]]
-            # No correlation with what is constant.
-            values = {m: float(np.nan_to_num(METRICS[m](labels, found))) for m in task.metrics}
+            values = {m: float(METRICS[m](labels, found)) for m in task.metrics}
         else:
-            values = measures(answers_of(rows[split], features[split], *scores[:2]), rows[split])
+            values = measures(answers_of(rows[split], features[split], *scores), rows[split])
         metrics |= {metric + split.removeprefix("validation"): x for metric, x in values.items()}
     return metrics
 
 
 def _features(options: argparse.Namespace, task: Task, rows: Sequence[Row], tokenizer: Any) -> Any:
+    length = options.max_length or task.max_length
     if not task.classes:
-        return answer_features(rows, tokenizer, options.max_length or 384, options.stride)
-    length = options.max_length or 128
+        return answer_features(rows, tokenizer, length, options.stride)
     least = tokenizer.num_special_tokens_to_add(pair=len(task.columns) > 1) + 1
     if length < least:
         raise ValueError(f"--max-length: expected at least {least}, got {length}")
@@ -104,10 +134,16 @@ def load(options: argparse.Namespace, name: str, seed: int) -> tuple[Any, torch.
         raise FileNotFoundError(f"model: expected a folder with config.json, got {options.model}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, padding_side="right")
     torch.manual_seed(seed)
-    kind: Any = transformers.AutoModelForQuestionAnswering
-    heads = {}
-    if classes := TASKS[name].classes:
-        kind, heads = transformers.AutoModelForSequenceClassification, {"num_labels": classes}
-    # Weights train in float32; transformers would take the dtype that they were saved in.
-    model = kind.from_pretrained(options.model, dtype=torch.float32, **heads)
+    classes = TASKS[name].classes
+    kind: Any = transformers.AutoModelForSequenceClassification
+    if not classes:
+        kind = transformers.AutoModelForQuestionAnswering
+    model = kind.from_pretrained(
+        options.model,
+        num_labels=classes or 2,  # scores of the first and of the last token
+        dtype=torch.float32,  # weights train so; transformers would take what they were saved in
+        problem_type=None,
+        output_hidden_states=False,
+        output_attentions=False,
+    )
     return tokenizer, model if options.padded else hf.unpad(model)

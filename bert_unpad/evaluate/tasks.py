@@ -5,10 +5,13 @@ GLUE: Wang et al. (2018, arXiv:1804.07461). SQuAD 1.1: Rajpurkar et al. (2016, a
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bert_unpad._extras import packages_of
 
 __all__ = ["TASKS", "Row", "Task", "read_rows"]
 
@@ -27,6 +30,8 @@ class Task:
     """Labels are 0 to classes - 1; 1: labels are numbers; 0: answers in the second text."""
     validation: tuple[str, ...] = ("validation",)
     """Splits that are measured."""
+    max_length: int = 128
+    """Most tokens of an example, unless the command says another number."""
 
 
 TASKS: dict[str, Task] = {
@@ -42,10 +47,14 @@ TASKS: dict[str, Task] = {
     "qnli": Task(("question", "sentence"), ("accuracy",)),
     "rte": Task(("sentence1", "sentence2"), ("accuracy",)),
     "wnli": Task(("sentence1", "sentence2"), ("accuracy",)),
-    "squad": Task(("question", "context"), ("exact_match", "answer_f1"), classes=0),
+    "squad": Task(("question", "context"), ("exact_match", "answer_f1"), classes=0, max_length=384),
 }
 
-_ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+_TABLES: dict[str, dict[str, Any]] = {
+    ".csv": {},
+    ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},  # GLUE's have lone quotes
+}
+_ENDINGS = (".jsonl", ".json", *_TABLES, ".parquet")
 
 
 def read_rows(name: str, split: str, folder: Path | None) -> list[Row]:
@@ -59,39 +68,48 @@ def read_rows(name: str, split: str, folder: Path | None) -> list[Row]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: there are several, one is damaged, a column is missing, or a label or answer is
-            not of the task.
+        ValueError: there are several, one is damaged or has no rows, a column is missing, or a
+            text, label or answer is not of the task.
     """
     task = TASKS[name]
     if folder is None:
-        import datasets
-
         place = ("rajpurkar/squad",) if name == "squad" else ("nyu-mll/glue", name)
+        with packages_of("evaluate"):
+            import datasets
         where = f"{'/'.join(place)}, {split}"
-        table = datasets.load_dataset(*place, split=split).with_format("arrow")[:]
+        found = datasets.load_dataset(*place, split=split).to_list()
     else:
         path = _file(folder / name, split)
-        where, table = str(path), _local_table(path, name)
+        where, found = str(path), _local_rows(path, name)
+    if not found:
+        raise ValueError(f"{where}: expected one row or more, got none")
+    return [_row(row, task, where) for row in found]
+
+
+def _row(given: Any, task: Task, where: str) -> Row:
+    """The columns of a row that the task needs."""
     wanted = [*task.columns, "label" if task.classes else "answers"]
-    if missing := set(wanted) - set(table.column_names):
+    if missing := set(wanted) - set(given if isinstance(given, dict) else ()):
         raise ValueError(
-            f"{where}: expected the columns {', '.join(wanted)}, got none with the name "
+            f"{where}: expected rows with {', '.join(wanted)}, got one without "
             f"{', '.join(sorted(missing))}"
         )
-    rows = table.select(wanted).to_pylist()
-    for row in rows:
-        if task.classes:
-            row["label"] = _label(row["label"], task.classes, where)
-        else:
-            _check_answers(row["answers"], where)
-    return rows
+    row = {name: given[name] for name in wanted}
+    for name in task.columns:
+        if not isinstance(row[name], str):
+            raise ValueError(f"{where}: {name}: expected a text, got {row[name]!r}")
+    if task.classes:
+        row["label"] = _label(row["label"], task.classes, where)
+    else:
+        _check_answers(row["answers"], where)
+    return row
 
 
 def _label(label: Any, classes: int, where: str) -> float:
     """A label as the task has it, of whatever a file has: JSON may have texts."""
     try:
         value = float(label)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         value = float("nan")
     if classes == 1 and abs(value) < float("inf"):
         return value
@@ -104,11 +122,16 @@ def _label(label: Any, classes: int, where: str) -> float:
 def _check_answers(answers: Any, where: str) -> None:
     lists = answers if isinstance(answers, dict) else {}
     texts, starts = lists.get("text"), lists.get("answer_start")
-    lengths = {len(x) if isinstance(x, list) else 0 for x in (texts, starts)}
-    if len(lengths) > 1 or 0 in lengths:
+    if not (
+        isinstance(texts, list)
+        and isinstance(starts, list)
+        and len(texts) == len(starts) > 0
+        and all(isinstance(text, str) for text in texts)
+        and all(isinstance(start, int) for start in starts)
+    ):
         raise ValueError(
-            f"{where}: answers: expected an object with the lists text and answer_start, of one "
-            f"length, 1 or more, got {answers!r}"
+            f"{where}: answers: expected an object with the lists text and answer_start, of "
+            f"texts and integers, of one length, 1 or more, got {answers!r}"
         )
 
 
@@ -124,28 +147,21 @@ def _file(folder: Path, split: str) -> Path:
     return found[0]
 
 
-def _local_table(path: Path, name: str) -> Any:
-    import pyarrow
-    from pyarrow import csv, parquet
-    from pyarrow import json as json_lines
-
+def _local_rows(path: Path, name: str) -> list[Any]:
+    if path.suffix == ".parquet":
+        with packages_of("evaluate"):
+            from pyarrow import parquet
     try:
-        if path.suffix == ".json" and name == "squad":
-            return pyarrow.Table.from_pylist(_squad(json.loads(path.read_text("utf-8"))))
-        if path.suffix in (".json", ".jsonl"):
-            return json_lines.read_json(path)
         if path.suffix == ".parquet":
-            return parquet.read_table(path)
-        quoted = path.suffix == ".csv"  # GLUE's TSV files have lone quotes
-        return csv.read_csv(
-            path,
-            parse_options=csv.ParseOptions(
-                delimiter="," if quoted else "\t",
-                quote_char='"' if quoted else False,
-                newlines_in_values=quoted,
-            ),
-        )
-    except (KeyError, TypeError, ValueError) as error:
+            return parquet.read_table(path).to_pylist()
+        if path.suffix in _TABLES:
+            with path.open(encoding="utf-8", newline="") as file:
+                return list(csv.DictReader(file, **_TABLES[path.suffix]))
+        text = path.read_text("utf-8")
+        if path.suffix == ".json" and name == "squad":
+            return _squad(json.loads(text))
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise ValueError(
             f"{path}: expected rows as GLUE or SQuAD 1.1 has them, got {type(error).__name__}: "
             f"{error}"

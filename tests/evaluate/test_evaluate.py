@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
+import math
 import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,8 +24,7 @@ from bert_unpad.evaluate.tasks import read_rows
 from bert_unpad.hf.stock_modules import PackedCall
 from bert_unpad.nn import BertConfig, BertForPreTraining
 from tests.support.seeds import derived
-
-WORDS = ["kalo", "mitu", "soka", "lumi", "tesa", "rano", "pilu", "demo"]
+from tests.support.task_files import WORDS, sentence, single, squad, write
 
 
 @pytest.fixture(scope="module")
@@ -59,32 +59,6 @@ def test_a_model_saved_in_16_bits_trains_in_32(model_dir, tmp_path):
         assert {p.dtype for p in loaded.parameters()} == {torch.float32}
 
 
-def sentence(rng: random.Random, words: list[str], longest: int = 9) -> str:
-    return " ".join(rng.choice(words) for _ in range(rng.randint(1, longest)))
-
-
-def single(count: int, seed: int) -> list[dict]:
-    """Sentences; those of class 1 have the word kalo."""
-    rng, rows = random.Random(derived(seed)), []
-    for index in range(count):
-        words = [*sentence(rng, WORDS[1:]).split(), *["kalo"] * (index % 2)]
-        rng.shuffle(words)
-        rows.append({"sentence": " ".join(words), "label": index % 2, "idx": index})
-    return rows
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        quoted = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys(), **quoted)
-            writer.writeheader()
-            writer.writerows(rows)
-
-
 def run(model_dir: Path, folder: Path, *arguments: str, lr: str = "5e-3") -> dict[str, dict]:
     """The results of a command, by file."""
     given = ["--data", str(folder / "data"), "--output", str(folder / "out"), "--cpu"]
@@ -116,6 +90,18 @@ def test_results_that_are_there_are_kept(model_dir, tmp_path, capsys):
     file.write_text(json.dumps(noted))
     again = run(model_dir, tmp_path, "--tasks", "cola", "--seeds", "1", "2", "--epochs", "1")
     assert again["cola/seed-1"]["metrics"] == {"matthews": 0.123}
+    run(
+        model_dir,
+        tmp_path,
+        "--tasks",
+        "cola",
+        "--epochs",
+        "1",
+        "--max-length",
+        "128",
+        "--seeds",
+        "1",
+    )
     assert again["cola/seed-2"]["metrics"].keys() == first["cola/seed-1"]["metrics"].keys()
     capsys.readouterr()
 
@@ -211,21 +197,31 @@ def test_todays_models_are_fine_tuned_packed(model_dir, tmp_path, monkeypatch):
     assert measures[0] == pytest.approx(measures[1], abs=0.1)
 
 
-def squad(count: int, seed: int, longest: int) -> dict:
-    """SQuAD's own layout: the answer is the word after the one that is asked for."""
-    rng, paragraphs = random.Random(derived(seed)), []
-    for index in range(count):
-        words = [rng.choice(WORDS) for _ in range(rng.randint(4, longest))]
-        place = rng.randrange(len(words) - 1)
-        text = " ".join(words)
-        start = len(" ".join(words[: place + 1])) + 1
-        question = {
-            "id": str(index),
-            "question": f"{words[place]} ?",
-            "answers": [{"text": words[place + 1], "answer_start": start}],
-        }
-        paragraphs.append({"context": text, "qas": [question]})
-    return {"version": "1.1", "data": [{"title": "made up", "paragraphs": paragraphs}]}
+@pytest.mark.parametrize("task", ["stsb", "squad"])
+def test_a_run_that_diverged_has_no_measures(model_dir, tmp_path, task, capsys):
+    """Of a model whose config asks for more outputs and for another loss."""
+    folder = tmp_path / "model"
+    shutil.copytree(model_dir, folder)
+    config = json.loads((folder / "config.json").read_text())
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    config |= asked | {"problem_type": "multi_label_classification", "num_labels": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    for split in ("train", "validation"):
+        (tmp_path / "data" / task).mkdir(parents=True, exist_ok=True)
+        if task == "squad":
+            text = json.dumps(squad(1, 7, 20))
+            (tmp_path / "data" / task / f"{split}.json").write_text(text)
+        else:
+            row = {"sentence1": "kalo", "sentence2": "mitu", "label": 2.5}
+            write(tmp_path / "data" / task / f"{split}.jsonl", [row])
+    options = ("--tasks", task, "--max-length", "48", "--stride", "8", "--warmup-share", "0")
+    found = run(folder, tmp_path, *options)[f"{task}/seed-0"]["metrics"]
+    assert set(found.values()) <= {0.0, 1.0}
+    shutil.rmtree(tmp_path / "out")
+    options += ("--seeds", "0", "1")
+    found = run(folder, tmp_path, *options, lr="1e38")[f"{task}/seed-0"]["metrics"]
+    assert [math.isnan(value) for value in found.values()] == [True, True]
+    assert f"| {next(iter(found))} | nan | nan | 2 |" in capsys.readouterr().out
 
 
 def test_answers_of_long_texts_come_back(model_dir, tmp_path):
@@ -275,73 +271,31 @@ def test_squad_runs_packed(model_dir, tmp_path):
     assert 0 <= metrics["exact_match"] <= metrics["answer_f1"] <= 1
 
 
+def test_answers_are_trained_without_the_scores_of_padding(model_dir, tmp_path, monkeypatch):
+    folder = tmp_path / "data" / "squad"
+    folder.mkdir(parents=True)
+    for split in ("train", "validation"):
+        (folder / f"{split}.json").write_text(json.dumps(squad(24, 7, 20)))
+    losses: list[float] = []
+    stock = transformers.Trainer.training_step
+
+    def noted(*given, **named):
+        losses.append(float(loss := stock(*given, **named)))
+        return loss
+
+    monkeypatch.setattr(transformers.Trainer, "training_step", noted)
+    for how in ([], ["--padded"]):
+        options = ["--tasks", "squad", "--max-length", "32", "--stride", "8", *how]
+        run(model_dir, tmp_path, *options, "--output", str(tmp_path / f"out{len(how)}"))
+    count = len(losses) // 2
+    assert count > 8
+    assert losses[:count] == pytest.approx(losses[count:], rel=1e-4)
+
+
 def test_measures_of_answers():
     answers = [["The Kalo!", "mitu"], ["a soka lumi"], ["x"]]
     found = measures(["kalo", "lumi tesa", "y"], [{"answers": {"text": a}} for a in answers])
     assert found == pytest.approx({"exact_match": 1 / 3, "answer_f1": (1 + 0.5 + 0) / 3})
-
-
-@pytest.mark.parametrize(
-    ("task", "rows", "message"),
-    [
-        ("rte", None, "rte: expected one of train.jsonl, train.json, train.csv"),
-        (
-            "rte",
-            [{"sentence1": "a", "label": 1}],
-            "expected the columns sentence1, .* got none with the name sentence2",
-        ),
-        ("sst2", [{"sentence": "a", "label": 2}], "label: expected 0 to 1, got 2"),
-        ("sst2", [], "expected rows as GLUE .* got ArrowInvalid: Empty JSON file"),
-    ],
-)
-def test_wrong_files_are_named(task, rows, message, tmp_path):
-    if rows is not None:
-        write(tmp_path / task / "train.jsonl", rows)
-    with pytest.raises((FileNotFoundError, ValueError), match=message):
-        read_rows(task, "train", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("sentence,label\nkalo,one\n", "label: expected 0 to 1, got 'one'"),
-        ("sentence,label\nkalo,0.5\n", "label: expected 0 to 1, got 0.5"),
-        ("sentence,label\nkalo\n", "expected rows as GLUE .* Expected 2 columns, got 1: kalo"),
-    ],
-)
-def test_wrong_labels_of_a_table_are_named(text, message, tmp_path):
-    (tmp_path / "cola").mkdir()
-    (tmp_path / "cola" / "train.csv").write_text(text)
-    with pytest.raises(ValueError, match=f"train.csv: {message}"):
-        read_rows("cola", "train", tmp_path)
-
-
-def test_json_lines_end_at_newlines_alone_and_labels_may_be_texts(tmp_path):
-    (tmp_path / "stsb").mkdir()
-    row = {"sentence1": "a\u2028b", "sentence2": "c\x85d\x0ce", "label": "3.5"}
-    text = f"{json.dumps(row, ensure_ascii=False)}\r\n" * 2
-    (tmp_path / "stsb" / "train.jsonl").write_bytes(text.encode())
-    assert read_rows("stsb", "train", tmp_path) == [row | {"label": 3.5}] * 2
-    write(tmp_path / "sst2" / "train.jsonl", [{"sentence": "a", "label": x} for x in ("1", "0.0")])
-    assert [row["label"] for row in read_rows("sst2", "train", tmp_path)] == [1, 0]
-
-
-@pytest.mark.parametrize(
-    "answers",
-    [
-        "{}",
-        [{"text": "a", "answer_start": 0}],
-        {"text": "a", "answer_start": 0},
-        {"text": ["a"], "answer_start": []},
-    ],
-)
-def test_answers_of_another_shape_are_named(answers, tmp_path):
-    write(
-        tmp_path / "squad" / "train.jsonl",
-        [{"question": "q", "context": "a"} | {"answers": answers}],
-    )
-    with pytest.raises(ValueError, match="answers: expected an object with the lists text and"):
-        read_rows("squad", "train", tmp_path)
 
 
 def test_a_long_question_is_cut(model_dir):
@@ -356,33 +310,7 @@ def test_a_long_question_is_cut(model_dir):
     assert answer_features(rows, tokenizer, 21, 16)
 
 
-def test_parquet_files_have_the_columns_of_the_datasets_library(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    (tmp_path / "cola").mkdir()
-    rows, columns = single(5, 0), ["sentence", "label"]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "cola" / "train.parquet")
-    expected = [{name: row[name] for name in columns} for row in rows]
-    assert read_rows("cola", "train", tmp_path) == expected
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
-    assert read_rows("cola", "train", None) == expected
-
-
-def test_more_wrong_files(tmp_path, model_dir, capsys):
-    for ending in ("csv", "jsonl"):
-        write(tmp_path / "cola" / f"train.{ending}", single(2, 0))
-    with pytest.raises(
-        ValueError, match=r"expected one file of train, got train\.jsonl, train\.csv"
-    ):
-        read_rows("cola", "train", tmp_path)
-    (tmp_path / "squad").mkdir()
-    (tmp_path / "squad" / "train.json").write_text('{"data": [{"paragraphs": [{}]}]}')
-    with pytest.raises(ValueError, match=r"as GLUE or SQuAD 1.1 has them, got KeyError: 'qas'"):
-        read_rows("squad", "train", tmp_path)
-    none = squad(1, 0, 5)
-    none["data"][0]["paragraphs"][0]["qas"][0]["answers"] = []
-    (tmp_path / "squad" / "train.json").write_text(json.dumps(none))
-    with pytest.raises(ValueError, match=r"answers: expected an object .* length, 1 or more"):
-        read_rows("squad", "train", tmp_path)
+def test_a_missing_model_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path / "nothing"), "--data", str(tmp_path), "--output", str(tmp_path / "o")])
     assert "model: expected a folder with config.json" in capsys.readouterr().err
