@@ -11,7 +11,8 @@ states.
 The server is uvicorn, the application Starlette's. Each connection is one request and one answer.
 Errors are JSON too, {"error": "..."}, but for those of HTTP itself, with
 
-    400  the request is not HTTP, or its body is not JSON with a list of texts
+    400  the request is not HTTP, ends early, or its body is not JSON with a list of texts
+    404  its path is not /
     405  it is not a POST
     408  its body did not arrive within `--timeout` seconds (without a head the connection closes)
     413  its body is larger than `--max-body`, its texts have more than `--max-characters` in all,
@@ -45,7 +46,7 @@ with packages_of("serve"):
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response
-    from starlette.routing import Route
+    from starlette.routing import request_response
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     from bert_unpad import hf
@@ -237,11 +238,19 @@ class Limits:
 
 
 class Protocol(H11Protocol):
-    """HTTP that ends who sends no request, or takes no answer, for which uvicorn has no limits."""
+    """HTTP that ends who sends no request, or takes no answer, for which uvicorn has no limits.
+
+    A client may close its sending side once its request is sent.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._close_in_time(lambda: self.cycle is None)
+
+    def eof_received(self) -> bool:
+        if self.cycle is not None and self.cycle.more_body:
+            self.data_received(b"")  # h11 knows then that the body ends early
+        return self.cycle is not None  # True: only the sending side is closed
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -253,17 +262,26 @@ class Protocol(H11Protocol):
 
 
 def application(batcher: Batcher, limits: Limits) -> Starlette:
-    """POST {"texts": [...]} -> {"embeddings": [[...], ...]}."""
+    """POST {"texts": [...]} -> {"embeddings": [[...], ...]}; `state.connections` are those open."""
     # One thread, since a tokenizer is not for several; the event loop stays free.
     worker = ThreadPoolExecutor(1)
 
+    def refusal_of(request: Request) -> HTTPException | None:
+        if len(request.app.state.connections) > limits.connections:
+            return HTTPException(503, "too many connections")
+        if request.scope["path"] != "/":
+            return HTTPException(404)
+        return None if request.method == "POST" else HTTPException(405, headers={"Allow": "POST"})
+
     async def body_of(request: Request) -> bytes:
-        body, size = bytearray(), 0
+        refusal, body, size = refusal_of(request), bytearray(), 0
         # All of it is read: who still sends would lose the answer.
         async for chunk in request.stream():
             size += len(chunk)
-            if size <= limits.body:
+            if refusal is None and size <= limits.body:
                 body += chunk
+        if refusal is not None:
+            raise refusal
         if size > limits.body:
             raise HTTPException(413, f"body: expected at most {limits.body} bytes")
         return bytes(body)
@@ -289,25 +307,28 @@ def application(batcher: Batcher, limits: Limits) -> Starlette:
     async def gone(*_: object) -> Response:
         return Response()  # nobody reads it
 
-    return Starlette(
-        routes=[Route("/", embeddings, methods=["POST"])],
-        exception_handlers={HTTPException: refused, ClientDisconnect: gone, Exception: failed},
+    made = Starlette(
+        exception_handlers={HTTPException: refused, ClientDisconnect: gone, Exception: failed}
     )
+    made.router.default = request_response(embeddings)  # for all methods and paths
+    return made
 
 
 def server(batcher: Batcher, limits: Limits, port: int = 0) -> uvicorn.Server:
     """A server that is ready to `run`; the batcher is started by the caller."""
+    app = application(batcher, limits)
     config = uvicorn.Config(
-        application(batcher, limits),
+        app,
         port=port,
         http=Protocol,
         ws="none",
         lifespan="off",
-        limit_concurrency=limits.connections + 1,
         timeout_keep_alive=limits.seconds,
         headers=[("Connection", "close")],
     )
-    return uvicorn.Server(config)
+    made = uvicorn.Server(config)
+    app.state.connections = made.server_state.connections
+    return made
 
 
 def main() -> None:

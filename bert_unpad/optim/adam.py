@@ -41,6 +41,8 @@ class FusedAdam(FusedOptimizer):
         ValueError: a number is out of range; the message names it.
     """
 
+    updates_by = "elements"  # for the trainer, as in the other classes
+
     def __init__(
         self,
         params: Any,

@@ -105,6 +105,7 @@ class Muon(FusedAdam):
     rounds = False
     takes_chunks = False
     splits_stacked = True
+    updates_by = "parameters"
 
     def __init__(
         self,

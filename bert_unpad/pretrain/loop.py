@@ -27,7 +27,7 @@ from bert_unpad.pretrain.run_state import RunState
 from bert_unpad.pretrain.stages import Stages
 from bert_unpad.pretrain.update.optimizer import leaves_out_on_device
 from bert_unpad.pretrain.update.schedule import warmup_updates
-from bert_unpad.pretrain.update.state import state_bytes
+from bert_unpad.pretrain.update.state import check_state, state_bytes
 
 __all__ = ["Trainer"]
 
@@ -77,6 +77,7 @@ class Trainer:
         self._rows: int | None = None
         self._skipped_in_row = 0
         self._reported_stage: int | None = None
+        self._checked_state = False
 
     def train(self, stop: StopRequest) -> bool:
         """Trains until the last step, the target accuracy, or a request to stop.
@@ -183,6 +184,8 @@ class Trainer:
         self.stages.forget_left_out()
         self.log.add_gradient(gradient)
         way.step(gradient.finite, self._lr(done))
+        if not self._checked_state:  # before hours of training that no checkpoint can hold
+            self._checked_state = check_state(way.optimizer)
 
     def _lr(self, done: int) -> float:
         return self.config.optimizer.lr * staged_lr_factor(

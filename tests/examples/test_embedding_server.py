@@ -73,10 +73,12 @@ def answer_of(client: socket.socket) -> tuple[int, dict]:
     return response.status, json.loads(response.read())
 
 
-def talk(port: int, request: bytes) -> tuple[int, dict]:
+def talk(port: int, request: bytes, half_close: bool = False) -> tuple[int, dict]:
     """Status and body of the answer to these bytes."""
     with socket.create_connection(("127.0.0.1", port), TIMEOUT) as client:
         client.sendall(request)
+        if half_close:
+            client.shutdown(socket.SHUT_WR)
         return answer_of(client)
 
 
@@ -116,10 +118,12 @@ def port(model) -> Iterator[int]:
         chunked(GOOD[:5], GOOD[5:]),
         post(GOOD).replace(b"HTTP/1.1", b"HTTP/1.0"),
         post(GOOD.decode().encode("utf-16")),
+        post(GOOD, "Connection: close"),
     ],
 )
-def test_good_requests(port, request_):
-    assert talk(port, request_) == VECTORS
+@pytest.mark.parametrize("half_close", [False, True])
+def test_good_requests(port, request_, half_close):
+    assert talk(port, request_, half_close) == VECTORS
 
 
 def test_no_texts_have_no_vectors(port):
@@ -150,7 +154,9 @@ def test_no_texts_have_no_vectors(port):
         (post(b'{"texts": ["a", "' + b"a " * 40_000 + b'"]}'), 413,
          "texts: expected at most 65536 characters in all, got 80001"),
         (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", 405, "Method Not Allowed"),
+        (post(GOOD).replace(b"POST /", b"BREW /"), 405, "Method Not Allowed"),
         (post(GOOD).replace(b"POST /", b"POST /x"), 404, "Not Found"),
+        (post(GOOD).replace(b"POST /", b"OPTIONS *"), 404, "Not Found"),
         (post(b'{"texts": ["untokenizable"]}'), 500, "OSError: no vocabulary"),
         (post(b'{"texts": ["thirteenchars"]}'), 500, "OSError: 13 letters"),
         (post(b'{"texts": ["fourteen-chars"]}'), 500, "ValueError"),
@@ -189,10 +195,34 @@ def test_what_is_not_http_is_answered(port, request_):
     assert talk(port, post(GOOD)) == VECTORS
 
 
-def test_who_sends_all_of_a_large_body_gets_the_answer(port):
+@pytest.mark.parametrize("sent", [post(GOOD, length=500), chunked(GOOD)[:-5]])
+def test_half_a_body_is_answered(port, sent):
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT) as client:
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(1000).startswith(b"HTTP/1.1 400 ")
+    assert talk(port, post(GOOD)) == VECTORS
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nX-"])
+def test_half_a_head_is_not(port, sent):
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT) as client:
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(1000) == b""
+
+
+LARGE = b"a" * 20_000_000
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("POST", "/", 413), ("PUT", "/", 405), ("POST", "/x", 404)]
+)
+def test_who_sends_all_of_a_large_body_gets_the_answer(port, method, path, status):
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)
-    client.request("POST", "/", b"a" * 20_000_000)
-    assert client.getresponse().status == 413
+    client.request(method, path, LARGE)
+    response = client.getresponse()
+    assert (response.status, list(json.load(response))) == (status, ["error"])
     client.close()
 
 
@@ -259,9 +289,8 @@ def test_connections_are_bounded():
         serving(Model().batcher(), Limits(seconds=TIMEOUT, connections=1)) as port,
         socket.create_connection(("127.0.0.1", port), TIMEOUT) as first,
     ):
-        with socket.create_connection(("127.0.0.1", port), TIMEOUT) as second:
-            second.sendall(post(GOOD))
-            assert second.recv(1000).startswith(b"HTTP/1.1 503 ")
+        for body in (GOOD, LARGE):
+            assert talk(port, post(body)) == (503, {"error": "too many connections"})
         first.sendall(post(GOOD))
         assert answer_of(first) == VECTORS
 

@@ -61,6 +61,12 @@ class Global(torch.optim.SGD):
         self.state["steps"] = 1
 
 
+class Mistaken(torch.optim.SGD):
+    """Declares what nobody knows."""
+
+    updates_by = "element"
+
+
 class Swapped(torch.optim.SGD):
     """Trains other weights than it evaluates, as schedule-free optimizers do."""
 

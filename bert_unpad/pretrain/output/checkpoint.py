@@ -43,17 +43,16 @@ from bert_unpad.pretrain.output.checkpoint_reader import CheckpointPlanner, Chec
 from bert_unpad.pretrain.output.run_lock import RunLock
 from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.update.state import (
+    check_state,
     group_state,
     load_group_state,
     load_named_state,
-    local_optimizer,
     named_state,
     parameter_names,
 )
 
 __all__ = ["Checkpointer"]
 
-_PLAIN = (torch.Tensor, bool, int, float, str, type(None))
 _SAVING, _DELETING = ".saving-", ".deleting-"
 
 
@@ -109,8 +108,8 @@ class Checkpointer:
         name = checkpoint_name(step)
         temporary = self.directory / (_SAVING + name)
         self._published.clear()
+        check_state(optimizer)
         state = _state(model, optimizer)
-        _check_plain(optimizer, state)
         if self._ranks.is_first:  # what several ranks hand in, any one of them may get to write
             state["rest"] = json.dumps(rest)
         if local is not None:
@@ -245,24 +244,6 @@ def _named_errors(path: Path) -> Iterator[None]:
             if isinstance(failure, pickle.UnpicklingError):
                 raise ConfigError("resume", f"{path}/{failure}") from error
         raise
-
-
-def _check_plain(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Checks that the state can be loaded again, which runs no code.
-
-    Raises:
-        ConfigError: it holds objects, or belongs to no parameter.
-    """
-    keys = local_optimizer(optimizer).state
-    strange: list[Any] = [key for key in keys if not isinstance(key, torch.Tensor)]
-    leaves = tree_leaves([state["optimizer"], state["optimizer_groups"]])
-    strange += [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]
-    if strange:
-        raise ConfigError(
-            "optimizer.name",
-            "expected one whose state are tensors, numbers and text for each parameter, got "
-            f"{type(strange[0]).__name__} in its state",
-        )
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

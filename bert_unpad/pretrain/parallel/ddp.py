@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_unpad.distributed import BucketClip, ClipBefore
+from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.gradients.clipping import GradientReport, make_bucket_clip, wire_dtype
 from bert_unpad.pretrain.gradients.comm_hook import CommHook
@@ -160,7 +161,10 @@ class Sharded(Ddp):
             return super()._build(kind, groups, **options)
         from torch.distributed.optim import ZeroRedundancyOptimizer  # takes 0.6 s
 
-        return ZeroRedundancyOptimizer(groups, kind, process_group=self._group, **options)
+        made = ZeroRedundancyOptimizer(groups, kind, process_group=self._group, **options)
+        if isinstance(made.optim, FusedOptimizer):
+            made.optim.norm_group = self._group  # its own max_grad_norm bounds all parameters'
+        return made
 
 
 class NodeSharded(Sharded):

@@ -59,7 +59,13 @@ def check_optimizer(
     if declared is None and made is getattr(torch.optim, made.__name__, None):
         declared = _TORCH.get(made.__name__)
     given = f"optimizer.name {name}, whose class has updates_by {declared!r}"
-    if shares_state and declared not in ("elements", "parameters"):
+    if declared not in ("elements", "parameters", None):
+        raise ConfigError(
+            "optimizer.name",
+            f"expected a class with updates_by 'elements' or 'parameters', got {declared!r} of "
+            f"{name}",
+        )
+    if shares_state and declared is None:
         raise ConfigError("optimizer.shard", f"expected none with {given}, got {shard}")
     if cuts_parameters and declared != "elements":
         expected = "expected none, node, world or fsdp"

@@ -20,8 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bert_unpad.distributed import ShardedOptimizer
 from bert_unpad.optim.parameter_lists import local as local_shard
+from bert_unpad.pretrain.config import ConfigError
 
 __all__ = [
+    "check_state",
     "group_state",
     "load_group_state",
     "load_named_state",
@@ -33,6 +35,7 @@ __all__ = [
     "take_over",
 ]
 
+_PLAIN = (Tensor, bool, int, float, str, type(None))
 # Groups as they were made, without their parameters.
 _MADE: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
@@ -41,6 +44,28 @@ def local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """What holds the state that is on this rank, and the parameters it belongs to."""
     # ZeroRedundancyOptimizer and ShardedOptimizer have one.
     return getattr(optimizer, "optim", optimizer)
+
+
+def check_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Checks that a checkpoint can hold the state on this rank, and be loaded without running code.
+
+    Returns:
+        Whether there is any, as there is none while updates are left out.
+
+    Raises:
+        ConfigError: it holds objects, or belongs to no parameter.
+    """
+    state = local_optimizer(optimizer).state
+    strange: list[Any] = [key for key in state if not isinstance(key, Tensor)]
+    leaves = tree_leaves([list(state.values()), group_state(optimizer)])
+    strange += [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]
+    if strange:
+        raise ConfigError(
+            "optimizer.name",
+            "expected one whose state are tensors, numbers and text for each parameter, got "
+            f"{type(strange[0]).__name__} in its state",
+        )
+    return bool(state)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

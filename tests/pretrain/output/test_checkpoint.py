@@ -257,7 +257,7 @@ def _save_poisoned(directory: Path, file: str, poison: _Call) -> Path:
 
 @pytest.mark.parametrize("file", [".metadata", "optimizer"])
 def test_nothing_in_a_checkpoint_is_called(tmp_path, file, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_check_plain", lambda *_: None)
+    monkeypatch.setattr(checkpoint, "check_state", lambda *_: None)
     path = _save_poisoned(tmp_path, file, _Call(tmp_path / "made"))
     checkpointer = Checkpointer(tmp_path, 2, ALONE)
     model, optimizer = _make(seed=0)

@@ -84,6 +84,15 @@ def test_came_keeps_little(folder):
     assert came < 0.7 * merit
 
 
+@pytest.mark.parametrize("name", ["Keeper", "Global"])
+def test_a_state_that_no_checkpoint_holds_ends_the_run_after_one_update(folder, name):
+    more = ["--optimizer.name", f"tests.support.optimizers.{name}", "--checkpoint.every", "0"]
+    codes, output = finish(folder, name, start(folder, name, 1, *BASE, *more))
+    assert codes == [2]
+    assert "optimizer.name: expected one whose state are tensors" in output
+    assert not log_lines(folder / name)
+
+
 def test_the_state_of_another_optimizer_is_refused(folder):
     for name, kind in (("adamw", "adamw"), ("torch.optim.Adam", "torch.optim.Adam")):
         codes, output = finish(

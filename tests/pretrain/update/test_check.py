@@ -36,12 +36,26 @@ def test_what_can_be_used(name):
     _check(name, "--optimizer.lr", "0.01", "--optimizer.shard", "world")
 
 
-@pytest.mark.parametrize("name", sorted(f"torch.optim.{x}" for x in TORCH - {"Adafactor"}))
+@pytest.mark.parametrize(
+    "name",
+    [*sorted(f"torch.optim.{x}" for x in TORCH - {"Adafactor"}), "bert_unpad.optim.FusedAdam"],
+)
 def test_what_updates_each_element_by_itself(name):
     _check(name, "--optimizer.lr", "0.01", "--optimizer.shard", "overlap")
 
 
-@pytest.mark.parametrize("name", ["torch.optim.Adafactor", "bert_unpad.experimental.MERIT"])
+FUSED = [f"bert_unpad.optim.{x}" for x in ("FusedAdam", "FusedLAMB", "FusedStableAdamW")]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_our_classes_say_what_their_updates_depend_on(name):
+    for option, value in (("optimizer.shard", "node"), ("comm.hook", "post_local_sgd")):
+        _check(name, f"--{option}", value)
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.optim.Adafactor", "bert_unpad.experimental.MERIT", *FUSED[1:]]
+)
 def test_what_needs_whole_parameters(name):
     with pytest.raises(ConfigError, match=r"optimizer\.shard: expected none, node, world or fsdp"):
         _check(name, "--optimizer.lr", "0.01", "--optimizer.shard", "overlap")
@@ -91,6 +105,12 @@ def test_what_declares_nothing_is_not_shared_out():
         with pytest.raises(ConfigError, match=rf"{option}: expected .* has updates_by None"):
             _check("torch.optim.SparseAdam", f"--{option}", value)
     _check(f"{OURS}.Mixed", "--comm.hook", "post_local_sgd")
+
+
+@pytest.mark.parametrize("more", [(), ("--comm.hook", "post_local_sgd")])
+def test_what_declares_another_word(more):
+    with pytest.raises(ConfigError, match=r"^optimizer\.name: .*, got 'element' of .*Mistaken"):
+        _check(f"{OURS}.Mistaken", *more)
 
 
 def test_ranks_that_differ_do_not_share_the_work():

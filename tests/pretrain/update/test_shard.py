@@ -25,6 +25,10 @@ RUNS = {
     # An overflow in the first update: all ranks leave it out, whoever keeps the state.
     "adamw": [*ADAMW, "--precision", "fp16", "--loss_scale.initial", "1048576"],
 }
+# Its own max_grad_norm bounds the gradient of all parameters, whoever keeps their state.
+BOUND = ["--clip.mode", "none", "--optimizer.arguments", '{"max_grad_norm": 0.05}']
+RUNS["bound"] = ["--optimizer.name", "bert_unpad.optim.FusedLAMB", *BOUND]
+RUNS["bound-node"] = [*RUNS["bound"], *NODE]
 RUNS["adamw-node"] = [*RUNS["adamw"], *NODE]
 
 
@@ -60,6 +64,12 @@ def test_updates_are_the_same_bits_and_ranks_keep_less(folder, name):
     else:
         assert sum(shared) == whole[0]
         assert max(shared) < 0.5 * whole[0]
+
+
+def test_the_norm_of_all_parameters_is_bounded(folder):
+    whole, shared = losses(folder / "bound"), losses(folder / "bound-node")
+    for step, expected in whole.items():
+        assert shared[step] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_resumed_run_goes_on_as_one_that_shares_nothing_out(folder):
