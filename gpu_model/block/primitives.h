@@ -30,7 +30,7 @@ inline void sync_block(block_model::Site site = block_model::Site::current()) {
   if (block_model::sites.pass("sync_block", site)) block_model::block.barrier(site);
 }
 
-inline uint32_t hold(uint32_t value) { return value; }
+inline uint32_t keep_in_register(uint32_t value) { return value; }
 [[noreturn]] inline void leave_out() { std::abort(); }  // never called: nothing is left out here
 inline void keep_loads_behind() {}
 

@@ -47,7 +47,8 @@ void wgmma_wait(block_model::Site site = block_model::Site::current()) {
 
 // Every use of sums comes after a hold: here their wait is missed.
 template <class U, int kTiles>
-void hold(U (&registers)[kTiles][4], block_model::Site site = block_model::Site::current()) {
+void wgmma_fence_operand(U (&registers)[kTiles][4],
+                         block_model::Site site = block_model::Site::current()) {
   if constexpr (std::is_same_v<U, float>) {
     const unsigned lane = block_model::block.self->id % block_model::kGroupSize;
     if (block_model::block.products().holds(&registers[0][0], lane))

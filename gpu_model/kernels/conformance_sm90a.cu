@@ -51,7 +51,7 @@ wgmma_kernel(BU_PARAMS WgmmaParams p) {
   sync_block();
   const auto a_operand = TileOperand<64>::at(shared_base() + a_tile);
   const auto b_operand = TileOperand<kColumns>::at(shared_base() + b_tile);
-  hold(d);
+  wgmma_fence_operand(d);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
@@ -64,7 +64,7 @@ wgmma_kernel(BU_PARAMS WgmmaParams p) {
   }
   wgmma_commit();
   wgmma_wait<0>();
-  hold(d);
+  wgmma_fence_operand(d);
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) store_global(p.out + index(i), d[i / 4][i % 4]);
 }
