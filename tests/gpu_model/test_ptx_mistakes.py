@@ -132,11 +132,11 @@ def test_mistakes_in_addresses(kernels):
 
 def test_a_norm_whose_warps_do_not_wait():
     kernels = model_norm.model()
-    x, residual, dy = (torch.randn(3, 2056) for _ in range(3))
-    weight, bias = torch.randn(2056), torch.randn(2056)
+    x, residual = (torch.randn(3, 2056) for _ in range(2))
+    norm = torch.randn(2056), torch.randn(2056), 0.1, 1e-5, RNG
     program = edited("norm", r"bar\.sync\s+0;", "")
     for policy in POLICIES:
         kernels.configure(policy, seed=1)
         with kernels.running(program), pytest.raises(RuntimeError, match=NEEDED):
-            model_norm.layer_norm(x, residual, weight, bias, None, dy, p=0.1, rng=RNG)
+            model_norm.dropout_add_layer_norm(x, None, residual, *norm)
     kernels.configure()

@@ -100,7 +100,7 @@ def statistics(rounds: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("rounds", [7, 10])
 def test_the_generator_passes(rounds: int) -> None:
     for name, z in statistics(rounds).items():
-        assert np.abs(z).max() < 5.5, name
+        assert np.abs(z).max() < 6.5, name  # of 25,000: one run in a million is beyond
         assert abs(overall(z)) < 5, name
 
 
