@@ -81,15 +81,15 @@ def _with_tensors(family: Family) -> dict[str, str | None]:
     query, key, value = _names(family, "attention.self.qkv", 3)
     gated = family.parts.get("feed_forward") == "glu"
     ffn_in, ffn_gate = _names(family, "intermediate.dense", 2)
-    norms_first = bool(family.attention_norm)
+    first_norm = family.attention_norm or None
     return {
-        "first_norm": family.attention_norm if norms_first else None,
+        "first_norm": first_norm,
         **{"query": query, "key": key, "value": value},
         "attention_out": _names(family, "attention.output.dense")[0],
         "attention_norm": _names(family, "attention.output.LayerNorm")[0],
         **{"ffn_in": ffn_in, "ffn_gate": ffn_gate if gated else None},
         "ffn_out": _names(family, "output.dense")[0],
-        "ffn_norm": None if norms_first else _names(family, "output.LayerNorm")[0],
+        "ffn_norm": None if first_norm else _names(family, "output.LayerNorm")[0],
     }
 
 

@@ -61,54 +61,36 @@ std::string built_isas();
 }  // namespace bert_unpad
 
 #if defined(__x86_64__)
-#define BU_ISA_TABLE(Type, name)  \
-  namespace generic {             \
-  extern const Type name;         \
-  }                               \
-  namespace avx2 {                \
-  extern const Type name;         \
-  }                               \
-  namespace avx512 {              \
-  extern const Type name;         \
-  }                               \
-  namespace avx512_bf16 {         \
-  extern const Type name;         \
-  }                               \
-  inline const Type& name() {     \
-    switch (isa()) {              \
-      case Isa::kAmx:             \
-      case Isa::kAvx512Bf16:      \
-        return avx512_bf16::name; \
-      case Isa::kAvx512:          \
-        return avx512::name;      \
-      case Isa::kAvx2:            \
-        return avx2::name;        \
-      default:                    \
-        return generic::name;     \
-    }                             \
+// `best`: the set of the tables for CPUs that multiply bf16.
+#define BU_TABLE_UP_TO(best, Type, name) \
+  namespace generic {                    \
+  extern const Type name;                \
+  }                                      \
+  namespace avx2 {                       \
+  extern const Type name;                \
+  }                                      \
+  namespace avx512 {                     \
+  extern const Type name;                \
+  }                                      \
+  inline const Type& name() {            \
+    switch (isa()) {                     \
+      case Isa::kAmx:                    \
+      case Isa::kAvx512Bf16:             \
+        return best::name;               \
+      case Isa::kAvx512:                 \
+        return avx512::name;             \
+      case Isa::kAvx2:                   \
+        return avx2::name;               \
+      default:                           \
+        return generic::name;            \
+    }                                    \
   }
-#define BU_FP32_TABLE(Type, name) \
-  namespace generic {             \
-  extern const Type name;         \
-  }                               \
-  namespace avx2 {                \
-  extern const Type name;         \
-  }                               \
-  namespace avx512 {              \
-  extern const Type name;         \
-  }                               \
-  inline const Type& name() {     \
-    switch (isa()) {              \
-      case Isa::kAmx:             \
-      case Isa::kAvx512Bf16:      \
-      case Isa::kAvx512:          \
-        return avx512::name;      \
-      case Isa::kAvx2:            \
-        return avx2::name;        \
-      default:                    \
-        return generic::name;     \
-    }                             \
-  }
+#define BU_FP32_TABLE(Type, name) BU_TABLE_UP_TO(avx512, Type, name)
+#define BU_ISA_TABLE(Type, name) \
+  namespace avx512_bf16 {        \
+  extern const Type name;        \
+  }                              \
+  BU_TABLE_UP_TO(avx512_bf16, Type, name)
 #define BU_BF16_TABLE(Type, name)  \
   namespace avx512_bf16 {          \
   extern const Type name;          \

@@ -7,20 +7,19 @@ of each test) or `none`.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from gpu_model.block_model import compiled_for
 from gpu_model.ptx.compiler import nvcc
+from tests.support.samples import Cases, leave_out, ptx_cases
 
 # These test a level itself, or no kernel.
 OF_ONE_LEVEL = {
     *("test_attention_sm75", "test_attention_sm120", "test_block_model", "test_block_wgmma"),
     *("test_linear", "test_tickets"),
 }
-CHOICES = ("all", "sample", "none")
 # Compute capabilities; nvcc makes the same PTX for 90a as long as no source asks for the
 # architecture.
 ARCHS = ("80",)
@@ -38,22 +37,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    choice = os.environ.get("BERT_UNPAD_PTX_TESTS", "sample")
-    if choice not in CHOICES:
-        raise pytest.UsageError(f"BERT_UNPAD_PTX_TESTS: expected one of {CHOICES}, got {choice!r}")
-    kept, left_out, seen = [], [], set()
-    for item in items:
+    compiled = ptx_cases()
+
+    def cases(item: pytest.Item) -> Cases:
         here = item.path.parent == Path(__file__).parent and hasattr(item, "callspec")
-        if here and item.callspec.params.get("level") and choice != "all":
-            function = (item.path, item.originalname)
-            if choice == "none" or function in seen:
-                left_out.append(item)
-                continue
-            seen.add(function)
-        kept.append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+        return compiled if here and item.callspec.params.get("level") else "all"
+
+    leave_out(config, items, cases)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ test) or `none`. Without a GPU one case of each test is skipped on `cuda`, the o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import chain
 
@@ -25,9 +24,9 @@ from tests.support import (  # noqa: F401 (operators of `block` and `ptx`)
     model_signs,
 )
 from tests.support.backends import BACKENDS, Backend
+from tests.support.samples import leave_out, ptx_cases
 
 NAMES = {backend.values[0] for backend in BACKENDS}
-PTX_TESTS = ("all", "sample", "none")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -35,30 +34,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", BACKENDS, indirect=True)
 
 
+def backend_of(item: pytest.Item) -> str | None:
+    return item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+
+
+def has_backend(item: pytest.Item) -> bool:
+    """Whether the marks of a test name its backend, where there are some."""
+    names = [mark.args for mark in item.iter_markers("backends")]
+    assert {*chain(*names)} <= NAMES, item.nodeid
+    return all(backend_of(item) in only for only in names)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    wanted = os.environ.get("BERT_UNPAD_PTX_TESTS", "sample")
-    if wanted not in PTX_TESTS:
-        raise pytest.UsageError(
-            f"BERT_UNPAD_PTX_TESTS: expected one of {PTX_TESTS}, got {wanted!r}"
-        )
-    gpu, kept, left_out, seen = torch.cuda.is_available(), [], [], set()
-    for item in items:
-        backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
-        names = [mark.args for mark in item.iter_markers("backends")]
-        assert {*chain(*names)} <= NAMES, item.nodeid
-        if any(backend not in only for only in names):
-            continue
-        if (backend == "ptx" and wanted != "all") or (backend == "cuda" and not gpu):
-            function = (item.path, item.originalname, backend)
-            if function in seen or (backend == "ptx" and wanted == "none"):
-                left_out.append(item)
-                continue
-            seen.add(function)
-        kept.append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
+    of_backend = {"ptx": ptx_cases(), "cuda": "all" if torch.cuda.is_available() else "sample"}
+    items[:] = filter(has_backend, items)
+    leave_out(config, items, lambda item: of_backend.get(backend_of(item), "all"))
 
 
 @pytest.fixture
