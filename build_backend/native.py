@@ -46,7 +46,7 @@ PYTHON_INTERFACE = ["-DPy_LIMITED_API=0x030a0000"] if ABI3 else []
 
 # Instruction sets of the *_simd.cpp files, best last; csrc/cpu/isa.h must list the same names.
 X86_SIMD = {
-    "generic": [],
+    "generic": ["-O1"],  # for CPUs older than 2013, which need not wait for the compiler
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": [
         *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
@@ -323,10 +323,14 @@ class NativeBuild(build_ext):
             ninja.compile("cxx", source, [*flags, *_python(source)])
             for source in sources("module_cpu.cpp", "cpu/*.cpp")
         ]
+        # They check arguments and call kernels, nothing that -O2 would make faster.
+        binding_flags = [*flags, "-O1"]
         bindings = sources("schemas.cpp", "*/*_cpu.cpp")
         size = -(-len(bindings) // BINDING_OBJECTS)
         objects += [
-            ninja.compile_together("cxx", bindings[i : i + size], flags, f"bindings_{i // size}")
+            ninja.compile_together(
+                "cxx", bindings[i : i + size], binding_flags, f"bindings_{i // size}"
+            )
             for i in range(0, len(bindings), size)
         ]
         headers: dict[str, str] = {}

@@ -25,8 +25,9 @@ struct CpuFrozen {
     if (norm == nullptr || is_finite(*norm))
       parallel_tasks(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
         const Chunk& c = chunks[i];
-        kernels.frozen_lamb_sums(factors, list.param_dtype, list.grad_dtype, list.tensors[c.tensor],
-                                 c.begin, c.end, partials.data() + i * kFrozenLambSums);
+        kernels.frozen_lamb_sums(factors, {list.param_dtype, list.grad_dtype},
+                                 list.tensors[c.tensor], c.begin, c.end,
+                                 partials.data() + i * kFrozenLambSums);
       });
     auto* sums = out.mutable_data_ptr<float>();
     for (size_t t = 0; t < list.tensors.size(); ++t) {

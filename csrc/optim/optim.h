@@ -18,6 +18,11 @@ struct UpdateTensor {
   int64_t size;
 };
 
+// What the parameters and the gradients of an update are stored in.
+struct UpdateTypes {
+  DType param, grad;
+};
+
 // One tensor of a norm or a scaling.
 struct PlainTensor {
   void* data;
@@ -33,22 +38,22 @@ inline constexpr int kTensorSums = 3;
 inline constexpr int kFrozenLambSums = 3;
 
 struct UpdateKernels {
-  // Each for elements [begin, end); DTypes are the parameter's and the gradient's.
-  void (*adam)(const RuleFactors&, const Coefficients&, DType, DType, const UpdateTensor&,
+  // Each for elements [begin, end).
+  void (*adam)(const RuleFactors&, const Coefficients&, UpdateTypes, const UpdateTensor&,
                int64_t begin, int64_t end);
   // Moments, and the sums over these elements.
-  using Moments = void (*)(const RuleFactors&, const Coefficients&, DType, DType,
+  using Moments = void (*)(const RuleFactors&, const Coefficients&, UpdateTypes,
                            const UpdateTensor&, int64_t begin, int64_t end,
                            double* sums /* [kTensorSums] */);
   Moments lamb_moments, stable_adamw_moments;
   // Recomputes the update and adds it: `ratios` of the update and of the one by the gradient alone.
-  void (*apply)(const RuleFactors&, const Coefficients&, DType, DType, const UpdateTensor&,
+  void (*apply)(const RuleFactors&, const Coefficients&, UpdateTypes, const UpdateTensor&,
                 const float* ratios /* [2] */, int64_t begin, int64_t end);
   // Adam with the exp_avg_sq there is.
-  void (*frozen_adam)(const RuleFactors&, const Coefficients&, DType, DType, const UpdateTensor&,
+  void (*frozen_adam)(const RuleFactors&, const Coefficients&, UpdateTypes, const UpdateTensor&,
                       int64_t begin, int64_t end);
   // `master` is the fresh exp_avg_sq, which moves on; the gradient is the new exp_avg.
-  void (*frozen_lamb_sums)(const RuleFactors&, DType, DType, const UpdateTensor&, int64_t begin,
+  void (*frozen_lamb_sums)(const RuleFactors&, UpdateTypes, const UpdateTensor&, int64_t begin,
                            int64_t end, double* sums /* [kFrozenLambSums] */);
 };
 BU_ISA_TABLE(UpdateKernels, update_kernels)

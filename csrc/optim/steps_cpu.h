@@ -44,7 +44,7 @@ void update_elements(const Update& update, const Kernel& kernel) {
   parallel_tasks(static_cast<int64_t>(chunks.size()), [&](int64_t i) {
     const Chunk& c = chunks[i];
     if (coefficients[c.tensor].skipped()) return;
-    kernel(factors, coefficients[c.tensor], list.param_dtype, list.grad_dtype,
+    kernel(factors, coefficients[c.tensor], {list.param_dtype, list.grad_dtype},
            list.tensors[c.tensor], c.begin, c.end);
   });
 }

@@ -78,7 +78,7 @@ class TwoPasses {
     if (coefficients_[c.tensor].skipped()) return;
     const auto moments =
         rule_.ratio == Ratio::kRmsClip ? kernels_.stable_adamw_moments : kernels_.lamb_moments;
-    moments(rule_, coefficients_[c.tensor], list_.param_dtype, list_.grad_dtype,
+    moments(rule_, coefficients_[c.tensor], {list_.param_dtype, list_.grad_dtype},
             list_.tensors[c.tensor], c.begin, c.end, partials_.data() + i * kTensorSums);
   }
 
@@ -91,7 +91,7 @@ class TwoPasses {
       ratios[0] = ratio_of(rule_.ratio, s[0], s[1]);
       ratios[1] = ratio_of(rule_.ratio, s[0], s[2]);
     }
-    kernels_.apply(rule_, coefficients_[c.tensor], list_.param_dtype, list_.grad_dtype,
+    kernels_.apply(rule_, coefficients_[c.tensor], {list_.param_dtype, list_.grad_dtype},
                    list_.tensors[c.tensor], ratios, c.begin, c.end);
   }
 

@@ -37,6 +37,15 @@ BU_INLINE f32v divide_by_root(f32v n, f32v v, float c, float eps) {
 #endif
 }
 
+// f of the array as what it is. Its type is known when the kernel runs: one branch for each strip,
+// always the same way.
+template <class F>
+BU_INLINE auto as_typed(DType type, void* data, const F& f) {
+  if (type == DType::kFloat32) return f(static_cast<float*>(data));
+  if (type == DType::kBFloat16) return f(static_cast<bf16*>(data));
+  return f(static_cast<f16*>(data));
+}
+
 // A strip of one tensor: weights, scaled gradient (where it is needed), moments after this step.
 template <int N>
 struct State {
@@ -52,35 +61,43 @@ struct State {
   }
 };
 
-template <class P, class Width>
-BU_INLINE auto load_weight(const UpdateTensor& t, int64_t j, Width width) {
-  return t.master ? load_strip(t.master + j, width)
-                  : load_strip(static_cast<const P*>(t.param) + j, width);
+// Element j and on of an array, and prefetching for what follows.
+template <class Width>
+BU_INLINE auto stream(DType type, const void* data, int64_t j, Width width) {
+  return as_typed(type, const_cast<void*>(data), [&](const auto* p) __attribute__((always_inline)) {
+    prefetch(p + j);
+    return load_strip(p + j, width);
+  });
 }
-template <class P, class Width, int N>
-BU_INLINE void store_weight(const UpdateTensor& t, int64_t j, Width width, const Strip<N>& w) {
+template <class Width>
+BU_INLINE auto load_weight(UpdateTypes types, const UpdateTensor& t, int64_t j, Width width) {
+  return t.master ? load_strip(t.master + j, width) : stream(types.param, t.param, j, width);
+}
+template <class Width>
+BU_INLINE auto load_grad(UpdateTypes types, const UpdateTensor& t, int64_t j, Width width) {
+  return stream(types.grad, t.grad, j, width);
+}
+template <class Width, int N>
+BU_INLINE void store_weight(UpdateTypes types, const UpdateTensor& t, int64_t j, Width width,
+                            const Strip<N>& w) {
   if (t.master) store_strip(t.master + j, w, width);
-  store_strip(static_cast<P*>(t.param) + j, w, width);
+  as_typed(types.param, t.param,
+           [&](auto* param) __attribute__((always_inline)) { store_strip(param + j, w, width); });
 }
 
-template <class P>
 BU_INLINE void prefetch_state(const UpdateTensor& t, int64_t j) {
-  if (t.master)
-    prefetch(t.master + j);
-  else
-    prefetch(static_cast<const P*>(t.param) + j);
+  if (t.master) prefetch(t.master + j);
   prefetch(t.exp_avg + j);
   prefetch(t.exp_avg_sq + j);
 }
 
 // Loads a strip and moves its moments on; `l2` is the weight decay that joins the gradient.
-template <class P, class G, class Width>
-BU_INLINE auto advance(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t,
-                       int64_t j, Width width, float l2) {
-  prefetch_state<P>(t, j);
-  prefetch(static_cast<const G*>(t.grad) + j);
-  const auto w = load_weight<P>(t, j, width);
-  auto g = load_strip(static_cast<const G*>(t.grad) + j, width) * c.gradient;
+template <class Width>
+BU_INLINE auto advance(const RuleFactors& f, const Coefficients& c, UpdateTypes types,
+                       const UpdateTensor& t, int64_t j, Width width, float l2) {
+  prefetch_state(t, j);
+  const auto w = load_weight(types, t, j, width);
+  auto g = load_grad(types, t, j, width) * c.gradient;
   if (l2 != 0.0f) g = g + w * l2;
   auto m = load_strip(t.exp_avg + j, width), v = load_strip(t.exp_avg_sq + j, width);
   m = (m - m * f.decay1) + g * f.gradient1;
@@ -90,17 +107,16 @@ BU_INLINE auto advance(const RuleFactors& f, const Coefficients& c, const Update
   return State{w, g, m, v};
 }
 
-template <class P, class G>
-void adam(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t, int64_t begin,
-          int64_t end) {
+void adam(const RuleFactors& f, const Coefficients& c, UpdateTypes types, const UpdateTensor& t,
+          int64_t begin, int64_t end) {
   const FlushDenormals flush;
   const float keep = f.decoupled ? 1.0f - c.lr * f.weight_decay : 1.0f;
   const float l2 = f.decoupled ? 0.0f : f.weight_decay;
   const float step = c.lr * c.momentum;
   for_strips(end - begin, [&](int64_t i, auto width) __attribute__((always_inline)) {
     const int64_t j = begin + i;
-    const auto s = advance<P, G>(f, c, t, j, width, l2);
-    store_weight<P>(t, j, width, s.w * keep - s.normalised(s.m * step, f, c));
+    const auto s = advance(f, c, types, t, j, width, l2);
+    store_weight(types, t, j, width, s.w * keep - s.normalised(s.m * step, f, c));
   });
 }
 
@@ -120,16 +136,15 @@ BU_INLINE void add_squares(f32v& sum, const Strip<N>& s, Width width) {
   add_up(sum, s * s, width);
 }
 
-template <class P, class G>
-void lamb_moments(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t, int64_t begin,
-                  int64_t end, double* sums) {
+void lamb_moments(const RuleFactors& f, const Coefficients& c, UpdateTypes types,
+                  const UpdateTensor& t, int64_t begin, int64_t end, double* sums) {
   const FlushDenormals flush;
   for (int i = 0; i < kTensorSums; ++i) sums[i] = 0.0;
   for (int64_t run = begin; run < end; run += kRun) {
     f32v weights{}, updates{}, gradients{};
     const int64_t size = run + kRun < end ? kRun : end - run;
     for_strips(size, [&](int64_t i, auto width) __attribute__((always_inline)) {
-      const auto s = advance<P, G>(f, c, t, run + i, width, 0.0f);
+      const auto s = advance(f, c, types, t, run + i, width, 0.0f);
       const auto decay = s.w * f.weight_decay;
       add_squares(weights, s.w, width);
       add_squares(updates, s.normalised(s.m * c.momentum, f, c) + decay, width);
@@ -141,9 +156,8 @@ void lamb_moments(const RuleFactors& f, const Coefficients& c, const UpdateTenso
   }
 }
 
-template <class P, class G>
-void stable_adamw_moments(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t,
-                          int64_t begin, int64_t end, double* sums) {
+void stable_adamw_moments(const RuleFactors& f, const Coefficients& c, UpdateTypes types,
+                          const UpdateTensor& t, int64_t begin, int64_t end, double* sums) {
   const FlushDenormals flush;
   const float correction = c.denominator * c.denominator, smallest = f.eps * f.eps;
   sums[0] = static_cast<double>(end - begin);
@@ -152,7 +166,7 @@ void stable_adamw_moments(const RuleFactors& f, const Coefficients& c, const Upd
     f32v quotients{};
     const int64_t size = run + kRun < end ? kRun : end - run;
     for_strips(size, [&](int64_t i, auto width) __attribute__((always_inline)) {
-      const auto s = advance<P, G>(f, c, t, run + i, width, 0.0f);
+      const auto s = advance(f, c, types, t, run + i, width, 0.0f);
       const auto quotient = lockstep(
           [&](f32v g, f32v v) __attribute__((always_inline)) {
             return g * g / vmax(v * splat(correction), splat(smallest));
@@ -165,45 +179,40 @@ void stable_adamw_moments(const RuleFactors& f, const Coefficients& c, const Upd
 }
 
 // The second pass of LAMB and StableAdamW.
-template <class P, class G>
-void apply(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t, const float* ratios,
-           int64_t begin, int64_t end) {
+void apply(const RuleFactors& f, const Coefficients& c, UpdateTypes types, const UpdateTensor& t,
+           const float* ratios, int64_t begin, int64_t end) {
   const FlushDenormals flush;
   // LANS: d = beta1 ratio (m + decay w) + (1 - beta1) ratio' (g + decay w).
   const float by_momentum = c.lr * ratios[0] * (f.nesterov ? f.beta1 : 1.0f);
   const float by_gradient = f.nesterov ? c.lr * ratios[1] * f.decay1 : 0.0f;
   const float keep = 1.0f - (by_momentum + by_gradient) * f.weight_decay;
   const float of_momentum = by_momentum * c.momentum, of_gradient = by_gradient * c.gradient;
-  const auto* grad = static_cast<const G*>(t.grad);
   for_strips(end - begin, [&](int64_t i, auto width) __attribute__((always_inline)) {
     const int64_t j = begin + i;
-    prefetch_state<P>(t, j);
-    const auto w = load_weight<P>(t, j, width);
+    prefetch_state(t, j);
+    const auto w = load_weight(types, t, j, width);
     const State s{w, w, load_strip(t.exp_avg + j, width), load_strip(t.exp_avg_sq + j, width)};
     auto u = s.m * of_momentum;
-    if (f.nesterov) u = u + load_strip(grad + j, width) * of_gradient;
-    store_weight<P>(t, j, width, w * keep - s.normalised(u, f, c));
+    if (f.nesterov) u = u + load_grad(types, t, j, width) * of_gradient;
+    store_weight(types, t, j, width, w * keep - s.normalised(u, f, c));
   });
 }
 
 // The gradient is the new exp_avg where nothing of the old one is kept. A variance of 0, of what
 // had no gradient, would divide by eps alone: nothing is added there, and exp_avg is 0.
-template <class P, class G>
-void frozen_adam(const RuleFactors& f, const Coefficients& c, const UpdateTensor& t, int64_t begin,
-                 int64_t end) {
+void frozen_adam(const RuleFactors& f, const Coefficients& c, UpdateTypes types,
+                 const UpdateTensor& t, int64_t begin, int64_t end) {
   const FlushDenormals flush;
   const float keep = 1.0f - c.lr * f.weight_decay, step = c.lr * c.momentum;
-  const auto* grad = static_cast<const G*>(t.grad);
   const auto where_varied = [](f32v x, f32v v) __attribute__((always_inline)) {
     return select(v > 0.0f, x, splat(0.0f));
   };
   for_strips(end - begin, [&](int64_t i, auto width) __attribute__((always_inline)) {
     const int64_t j = begin + i;
-    prefetch_state<P>(t, j);
-    prefetch(grad + j);
-    const auto w = load_weight<P>(t, j, width);
+    prefetch_state(t, j);
+    const auto w = load_weight(types, t, j, width);
     const auto v = load_strip(t.exp_avg_sq + j, width);
-    auto m = load_strip(grad + j, width) * (c.gradient * f.gradient1);
+    auto m = load_grad(types, t, j, width) * (c.gradient * f.gradient1);
     if (f.decay1 != 1.0f) {
       const auto old = load_strip(t.exp_avg + j, width);
       m = (old - old * f.decay1) + m;
@@ -212,16 +221,14 @@ void frozen_adam(const RuleFactors& f, const Coefficients& c, const UpdateTensor
     store_strip(t.exp_avg + j, m, width);
     const State s{w, w, m, v};
     // Again, because of an eps of 0.
-    store_weight<P>(t, j, width,
-                    w * keep - lockstep(where_varied, s.normalised(m * step, f, c), v));
+    store_weight(types, t, j, width,
+                 w * keep - lockstep(where_varied, s.normalised(m * step, f, c), v));
   });
 }
 
-template <class P, class G>
-void frozen_lamb_sums(const RuleFactors& f, const UpdateTensor& t, int64_t begin, int64_t end,
-                      double* sums) {
+void frozen_lamb_sums(const RuleFactors& f, UpdateTypes types, const UpdateTensor& t, int64_t begin,
+                      int64_t end, double* sums) {
   const FlushDenormals flush;
-  const auto* momentum = static_cast<const G*>(t.grad);
   const float back = 1.0f / f.decay1;
   f32v largest{};
   sums[0] = sums[1] = 0.0;
@@ -230,8 +237,8 @@ void frozen_lamb_sums(const RuleFactors& f, const UpdateTensor& t, int64_t begin
     const int64_t size = run + kRun < end ? kRun : end - run;
     for_strips(size, [&](int64_t i, auto width) __attribute__((always_inline)) {
       const int64_t j = run + i;
-      const auto m = load_strip(momentum + j, width), old = load_strip(t.exp_avg + j, width);
-      const auto w = load_strip(static_cast<const P*>(t.param) + j, width);
+      const auto m = load_grad(types, t, j, width), old = load_strip(t.exp_avg + j, width);
+      const auto w = stream(types.param, t.param, j, width);
       const auto v = load_strip(t.exp_avg_sq + j, width);
       auto fresh = load_strip(t.master + j, width);
       const auto g = (m - (old - old * f.decay1)) * back;
@@ -259,54 +266,9 @@ void frozen_lamb_sums(const RuleFactors& f, const UpdateTensor& t, int64_t begin
   sums[2] = static_cast<double>(reduce_max(largest));
 }
 
-// f.operator()<P, G>() for the combinations that training makes: gradients of the parameters' type
-// or of fp32, and 16-bit gradients of fp32 parameters. The bindings let no other pass.
-template <class F>
-BU_INLINE void dispatch(DType param, DType grad, const F& f) {
-  if (param == DType::kFloat32) {
-    if (grad == DType::kFloat32) return f.template operator()<float, float>();
-    if (grad == DType::kBFloat16) return f.template operator()<float, bf16>();
-    return f.template operator()<float, f16>();
-  }
-  if (param == DType::kBFloat16) {
-    if (grad == DType::kFloat32) return f.template operator()<bf16, float>();
-    return f.template operator()<bf16, bf16>();
-  }
-  if (grad == DType::kFloat32) return f.template operator()<f16, float>();
-  return f.template operator()<f16, f16>();
-}
-
-void run_adam(const RuleFactors& f, const Coefficients& c, DType param, DType grad,
-              const UpdateTensor& t, int64_t begin, int64_t end) {
-  dispatch(param, grad, [&]<class P, class G>() { adam<P, G>(f, c, t, begin, end); });
-}
-void run_lamb_moments(const RuleFactors& f, const Coefficients& c, DType param, DType grad,
-                      const UpdateTensor& t, int64_t begin, int64_t end, double* sums) {
-  dispatch(param, grad, [&]<class P, class G>() { lamb_moments<P, G>(f, c, t, begin, end, sums); });
-}
-void run_stable_adamw_moments(const RuleFactors& f, const Coefficients& c, DType param, DType grad,
-                              const UpdateTensor& t, int64_t begin, int64_t end, double* sums) {
-  dispatch(param, grad,
-           [&]<class P, class G>() { stable_adamw_moments<P, G>(f, c, t, begin, end, sums); });
-}
-void run_apply(const RuleFactors& f, const Coefficients& c, DType param, DType grad,
-               const UpdateTensor& t, const float* ratios, int64_t begin, int64_t end) {
-  dispatch(param, grad, [&]<class P, class G>() { apply<P, G>(f, c, t, ratios, begin, end); });
-}
-
-void run_frozen_adam(const RuleFactors& f, const Coefficients& c, DType param, DType grad,
-                     const UpdateTensor& t, int64_t begin, int64_t end) {
-  dispatch(param, grad, [&]<class P, class G>() { frozen_adam<P, G>(f, c, t, begin, end); });
-}
-void run_frozen_lamb_sums(const RuleFactors& f, DType param, DType grad, const UpdateTensor& t,
-                          int64_t begin, int64_t end, double* sums) {
-  dispatch(param, grad,
-           [&]<class P, class G>() { frozen_lamb_sums<P, G>(f, t, begin, end, sums); });
-}
-
 }  // namespace
 
-extern const UpdateKernels update_kernels = {run_adam,  run_lamb_moments, run_stable_adamw_moments,
-                                             run_apply, run_frozen_adam,  run_frozen_lamb_sums};
+extern const UpdateKernels update_kernels = {adam,  lamb_moments, stable_adamw_moments,
+                                             apply, frozen_adam,  frozen_lamb_sums};
 
 }  // namespace bert_unpad::BERT_UNPAD_ISA
