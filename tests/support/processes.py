@@ -124,6 +124,9 @@ def run_ranks(
 ) -> list[Any]:
     """Calls `function(rank, world_size, *args)` in new processes of one thread, joined by gloo.
 
+    On a busy machine gloo's ranks may fail to connect. That is tried once more; `function` has not
+    been called then.
+
     Args:
         function: a function at the top level of a module; it and its result must pickle.
         timeout: seconds that the ranks have.
@@ -135,6 +138,17 @@ def run_ranks(
         TimeoutError: a process has not answered in time. All are killed then.
         RuntimeError: a process has failed; the traceback of the first one is the message.
     """
+    try:
+        return _run_ranks(function, world_size, args, timeout)
+    except RuntimeError as error:
+        if "connectFullMesh failed" not in str(error):
+            raise
+    return _run_ranks(function, world_size, args, timeout)
+
+
+def _run_ranks(
+    function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float
+) -> list[Any]:
     port = free_port()
     pipes, processes = [], []
     for rank in range(world_size):
