@@ -259,6 +259,33 @@ BU_INLINE float reduce_add(f32v v) {
   return sum;
 #endif
 }
+// The sums of four vectors.
+BU_INLINE f32x4 reduce_add(f32v a, f32v b, f32v c, f32v d) {
+#if defined(__AVX512F__)
+  // Quarters of two vectors become halves of one, then those of two of these quarters of one.
+  const auto halves = [](f32v x, f32v y) __attribute__((always_inline)) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4((__m512)x, (__m512)y, 0x44),
+                         _mm512_shuffle_f32x4((__m512)x, (__m512)y, 0xee));
+  };
+  const __m512 ab = halves(a, b), cd = halves(c, d);
+  __m512 sums =
+      _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4e));
+  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xb1));
+  const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+  return (f32x4)_mm512_castps512_ps128(_mm512_permutexvar_ps(first, sums));
+#elif defined(__AVX2__)
+  const auto halves = [](f32v x, f32v y) __attribute__((always_inline)) {
+    return _mm256_add_ps(_mm256_permute2f128_ps((__m256)x, (__m256)y, 0x20),
+                         _mm256_permute2f128_ps((__m256)x, (__m256)y, 0x31));
+  };
+  const __m256 pairs = _mm256_hadd_ps(halves(a, b), halves(c, d));
+  const __m256 sums = _mm256_hadd_ps(pairs, pairs);  // a, c, a, c, b, d, b, d
+  return (f32x4)_mm_unpacklo_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
+#else
+  return f32x4{reduce_add(a), reduce_add(b), reduce_add(c), reduce_add(d)};
+#endif
+}
 BU_INLINE float reduce_max(f32v v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);

@@ -53,6 +53,12 @@ void block(const ProductCpuParams& p, int64_t row, int64_t rows, int64_t column,
 constexpr int kFewRows = kVectorRegisters == 32 ? 6 : 2;
 constexpr int kFewColumns = 4;
 
+BU_INLINE f32x4 load4(const float* p) {
+  f32x4 v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+
 template <int M>
 void narrow_tile(const ProductCpuParams& p, int64_t row, int64_t column) {
   const float* x = p.x + row * p.x_stride;
@@ -75,13 +81,10 @@ void narrow_tile(const ProductCpuParams& p, int64_t row, int64_t column) {
   }
 #pragma GCC unroll 6
   for (int i = 0; i < M; ++i) {
-#pragma GCC unroll 4
-    for (int c = 0; c < kFewColumns; ++c) {
-      float sum = reduce_add(sums[i][c]);
-      if (p.bias) sum += p.bias[column + c];
-      if (p.addend) sum += p.addend[(row + i) * p.columns + column + c];
-      p.y[(row + i) * p.y_stride + column + c] = sum;
-    }
+    f32x4 y = reduce_add(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+    if (p.bias) y += load4(p.bias + column);
+    if (p.addend) y += load4(p.addend + (row + i) * p.columns + column);
+    __builtin_memcpy(p.y + (row + i) * p.y_stride + column, &y, sizeof y);
   }
 }
 
