@@ -92,6 +92,12 @@ def known_archs(nvcc: str) -> set[str]:
     return {f"{major}.{minor}" for major, minor in names}
 
 
+def compression(nvcc: str) -> list[str]:
+    """Flags for small machine code, where all drivers that know this nvcc's CUDA can read it."""
+    release = re.search(r"release (\d+)", "\n".join(_output(nvcc, "--version")))
+    return ["--compress-mode=size"] if release and int(release[1]) >= 13 else []
+
+
 def _numbers(capability: str) -> tuple[int, ...]:
     return tuple(int(part) for part in capability.split("."))
 

@@ -352,7 +352,8 @@ class NativeBuild(build_ext):
         arch_list = cuda_choice.arch_list(nvcc)
         archs = cuda_choice.arch_flags(arch_list)
         common = [
-            *("-O3", "-std=c++20", "--expt-relaxed-constexpr", "-lineinfo", "-Xptxas=-v"),
+            *("-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xptxas=-v"),
+            *cuda_choice.compression(nvcc),
             "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
             ninja.include,
         ]
