@@ -254,8 +254,9 @@ def _before(rank: int, world_size: int) -> None:
             report = clip.sync()
             flat = torch.cat([g.double().flatten() for g in local.values()])
             assert float(report.norm) == pytest.approx(float(flat.norm()), rel=1e-5)
-            assert int(report.clipped) == 1
-            flat *= C / flat.norm() / world_size
+            norm = float(flat.norm())
+            assert int(report.clipped) == (norm > C)  # for nearly all seeds
+            flat *= min(C / norm, 1.0) / world_size
             dist.all_reduce(flat)
             _compare(model, [list(local)], [flat], wire)
             model.zero_grad()
