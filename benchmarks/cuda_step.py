@@ -42,6 +42,28 @@ MATRIX_WEIGHTS = 4 * HIDDEN**2 + 2 * HIDDEN * INNER  # of a layer
 # peak rate of 16-bit products (989 TFLOP/s, NVIDIA's data sheet of the H100 SXM5).
 PRODUCT_RATE = 650e12
 PRODUCTS = "matrix products"
+
+
+class Rates(NamedTuple):
+    """What a sum depends on besides what is counted."""
+
+    products: float
+    """FLOP/s."""
+    memory: float
+    """Bytes a second."""
+    gap: float
+    """Seconds between two kernels."""
+    clock: float
+    """Hz, which attention's times are counted in."""
+
+
+MODEL = Rates(PRODUCT_RATE, H100.dram, H100.kernel_seconds, H100.clock)
+# How far apart these lie on GPUs of one kind: memory, gaps and products as H100s and an H200 have
+# measured them (benchmarks/calibrate.py), and the clock between what 700 W allow and its highest.
+RANGES = {
+    "H100": (Rates(560e12, 2.4e12, 2.5e-6, 1.55e9), Rates(680e12, 3.0e12, 0.75e-6, 1.755e9)),
+    "H200": (Rates(560e12, 3.5e12, 2.5e-6, 1.55e9), Rates(680e12, 4.3e12, 0.75e-6, 1.755e9)),
+}
 # Rows of partial sums of LayerNorm's backward pass, see docs/development/column-sums.md.
 PARTIAL_ROWS = 132 + 11
 
@@ -52,10 +74,16 @@ class Part(NamedTuple):
     seconds: float  # without the time between kernels
     why: str
 
+    def at(self, rates: Rates) -> float:
+        """Seconds with the time between kernels, of which attention's times have their own."""
+        scale = MODEL.memory / rates.memory if self.launches else MODEL.clock / rates.clock
+        if self.name == PRODUCTS:
+            scale = MODEL.products / rates.products
+        return scale * self.seconds + self.launches * rates.gap
+
     @property
     def whole(self) -> float:
-        """Seconds with the time between kernels."""
-        return self.seconds + self.launches * H100.kernel_seconds
+        return self.at(MODEL)
 
     @property
     def row(self) -> list[str]:
@@ -135,6 +163,30 @@ def parts() -> Iterator[Part]:
     )
 
 
+def sum_at(rates: Rates, counted: list[Part]) -> float:
+    """Seconds of a step."""
+    return sum(part.at(rates) for part in counted)
+
+
+def ranges(counted: list[Part]) -> str:
+    rows = []
+    for gpu, ends in RANGES.items():
+        slow, fast = (sum_at(rates, counted) for rates in ends)
+        low, high = ends
+        rows.append(
+            [
+                *(gpu, f"{low.products / 1e12:.0f} to {high.products / 1e12:.0f}"),
+                f"{low.memory / 1e12:.1f} to {high.memory / 1e12:.1f}",
+                f"{1e6 * low.gap:.2f} to {1e6 * high.gap:.2f}",
+                f"{low.clock / 1e9:.2f} to {high.clock / 1e9:.3f}",
+                f"{1e3 * slow:.1f} to {1e3 * fast:.1f}",
+                f"**{SEQUENCES / slow:.0f} to {SEQUENCES / fast:.0f}**",
+            ]
+        )
+    columns = ["", "products, TFLOP/s", "memory, TB/s", "between kernels, us"]
+    return table([*columns, "clock, GHz", "ms", "sequences/s"], rows)
+
+
 def overlapped(counted: list[Part]) -> str:
     """What `optimizer.overlap` may hide: the update of the layers' matrices and the zeroing."""
     tokens = sum(wikipedia_mix(SEQUENCES))
@@ -203,11 +255,9 @@ def compared(report: dict[str, Any], counted: list[Part]) -> str:
     eight = sum(3 * x.count * x.flops for x in linear) + others  # of twice the rate
     found = measured_products(report, linear, "bfloat16")
     gaps, clock = report["gaps"], report["sm_clock"]
-    step = found + sum(part.launches for part in counted) * gaps["graph"]
-    for part in counted:
-        if part.name != PRODUCTS:  # attention's times are no matter of memory
-            step += part.seconds * (H100.dram / report["copy"] if part.launches else 1)
-    total = sum(part.whole for part in counted)
+    products = counted[0].seconds / found * PRODUCT_RATE
+    step = sum_at(Rates(products, report["copy"], gaps["graph"], MODEL.clock), counted)
+    total = sum_at(MODEL, counted)
     rows = [
         ("matrix products, ms", 1e3 * counted[0].seconds, 1e3 * found),
         (
@@ -264,6 +314,13 @@ kernels (both constants of that model, fitted to published kernels), products by
 What runs beside something else, communication and the host are left out. Written by
 
 {command}
+
+The model's memory and its time between kernels are slower than what cards have measured since, \
+its clock is the highest they have. All constants at the slow and at the fast end:
+
+{ranges}
+
+No published figure has been compared with the model's backward pass of attention.
 """
 OVERLAP = """
 ## With the update beside the next forward pass
@@ -313,6 +370,7 @@ def render() -> str:
         dram=H100.dram / 1e12,
         gap=1e6 * H100.kernel_seconds,
         command=commands("python -m benchmarks.cuda_step --table docs/development/cuda-step.md"),
+        ranges=ranges(counted),
     )
     columns = ["part", "what is counted", "launches", "ms"]
     eight_bits = table(columns, [part.row for part in roundings()], 2)
