@@ -10,7 +10,7 @@ from torch import Tensor
 from bert_unpad.batch import VarlenBatch
 from bert_unpad.ops import rng as _rng
 from bert_unpad.ops.position_bias import PositionBias
-from bert_unpad.ops.registration import register_autograd, register_fake
+from bert_unpad.ops.registration import argument_names, register_autograd, register_fake
 from bert_unpad.ops.tensor_checks import check_tensors, shown
 
 _ops = torch.ops.bert_unpad
@@ -253,56 +253,21 @@ def _gradients_like(data: Tensor, *parts: Tensor | None) -> list[Tensor]:
     return [data.new_empty(0) if x is None else x.new_empty(x.shape) for x in parts]
 
 
-def _setup(ctx, inputs, output):
-    qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order, groups, *options = inputs
-    num_heads, left, right, *bias = options
-    ctx.save_for_backward(qkv, *output, cu_seqlens, rng, order, groups, *bias)
-    ctx.scalars = max_seqlen, scale, dropout_p
-    ctx.options = num_heads, left, right
-    ctx.mark_non_differentiable(output[1])
+def _register_backward(name: str, differentiable: list[str]) -> None:
+    """Registers the derivative of an operator whose backward operator takes, after the gradient,
+    what it reads of the first one by the same names, and whether the table needs a gradient."""
+    operator = getattr(_ops, f"{name}_backward")
+    read = argument_names(f"{name}_backward")[1:-1]
+    differentiable = [*differentiable, "bias_table", "bias_query", "bias_key"]
+
+    def backward(kept, dout, _dlse):
+        arguments = (getattr(kept, argument) for argument in read)
+        gradients = operator(_last_contiguous(dout), *arguments, "bias_table" in kept.needed)
+        found = zip(differentiable, gradients, strict=True)
+        return {argument: gradient for argument, gradient in found if argument in kept.needed}
+
+    register_autograd(name, backward, [*read, "needed"], constant=["lse"])
 
 
-def _backward(ctx, saved, dout, _dlse):
-    qkv, out, lse, cu_seqlens, rng, order, groups, *bias = saved
-    needed = _needed_of_bias(ctx, 12)
-    dqkv, *gradients = _ops.varlen_attention_backward(
-        _last_contiguous(dout), qkv, out, lse, cu_seqlens, *ctx.scalars, rng, order, groups,
-        *ctx.options, *bias, needed[0],
-    )  # fmt: skip
-    return dqkv, *[None] * 11, *_where(needed, gradients)
-
-
-def _cross_setup(ctx, inputs, output):
-    q, kv, cu_q, cu_k, max_q, max_k, scale, dropout_p, rng, order, groups, *options = inputs
-    left, right, positions, *bias = options
-    ctx.save_for_backward(q, kv, *output, cu_q, cu_k, rng, order, groups, positions, *bias)
-    ctx.scalars = max_q, max_k, scale, dropout_p
-    ctx.window = left, right
-    ctx.mark_non_differentiable(output[1])
-
-
-def _cross_backward(ctx, saved, dout, _dlse):
-    q, kv, out, lse, cu_q, cu_k, rng, order, groups, positions, *bias = saved
-    needed = _needed_of_bias(ctx, 15)
-    dq, dkv, *gradients = _ops.varlen_cross_attention_backward(
-        _last_contiguous(dout), q, kv, out, lse, cu_q, cu_k, *ctx.scalars, rng, order, groups,
-        *ctx.window, positions, *bias, needed[0],
-    )  # fmt: skip
-    return dq, dkv, *[None] * 13, *_where(needed, gradients)
-
-
-def _needed_of_bias(ctx, first: int) -> list[bool]:
-    """Whether table, query and key, arguments from `first` on, need gradients.
-
-    Arguments at the end that have their default are no inputs of the node.
-    """
-    needed = [*ctx.needs_input_grad[first : first + 3]]
-    return needed + [False] * (3 - len(needed))
-
-
-def _where(needed: list[bool], gradients: list[Tensor]) -> list[Tensor | None]:
-    return [g if need else None for g, need in zip(gradients, needed, strict=True)]
-
-
-register_autograd("varlen_attention", _backward, _setup)
-register_autograd("varlen_cross_attention", _cross_backward, _cross_setup)
+_register_backward("varlen_attention", ["qkv"])
+_register_backward("varlen_cross_attention", ["q", "kv"])

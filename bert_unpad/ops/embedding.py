@@ -5,7 +5,7 @@ from torch import Tensor
 
 from bert_unpad.ops import rng as _rng
 from bert_unpad.ops.norm import LAYER_NORM_EPS
-from bert_unpad.ops.registration import register_autograd, register_fake
+from bert_unpad.ops.registration import argument_names, register_autograd, register_fake
 from bert_unpad.ops.tensor_checks import check_tensors
 
 _ops = torch.ops.bert_unpad
@@ -90,22 +90,14 @@ def _(
     return *tables, weight.new_empty(weight.shape), weight.new_empty(weight.shape)
 
 
-def _setup(ctx, inputs, output):
-    *tensors, _bias, ctx.dropout_p, _eps, _out_dtype, rng = inputs
-    _y, mean, rstd = output
-    ctx.save_for_backward(*tensors, mean, rstd, rng)
-    ctx.mark_non_differentiable(mean, rstd)
+_READ = argument_names("embedding_layer_norm_backward")[1:]
 
 
-def _backward(ctx, saved, dy, _dmean, _drstd):
-    *tensors, mean, rstd, rng = saved
-    dword, dposition, dtoken_type, dweight, dbias = _ops.embedding_layer_norm_backward(
-        dy.contiguous(), *tensors, mean, rstd, ctx.dropout_p, rng
-    )
-    none = None
-    return (
-        none, none, none, dword, dposition, dtoken_type, dweight, dbias, none, none, none, none,
-    )  # fmt: skip
+def _backward(kept, dy, _dmean, _drstd):
+    arguments = (getattr(kept, name) for name in _READ)
+    gradients = _ops.embedding_layer_norm_backward(dy.contiguous(), *arguments)
+    names = ("word", "position", "token_type", "weight", "bias")
+    return dict(zip(names, gradients, strict=True))
 
 
-register_autograd("embedding_layer_norm", _backward, _setup)
+register_autograd("embedding_layer_norm", _backward, _READ, constant=["mean", "rstd"])

@@ -49,16 +49,9 @@ def _(dy, x, bias, tanh):
     return x.new_empty(x.shape), dbias
 
 
-def _setup(ctx, inputs, output):
-    x, bias, tanh = inputs
-    ctx.save_for_backward(x, bias)
-    ctx.tanh = tanh
+def _backward(kept, dy):
+    dx, dbias = _ops.bias_gelu_backward(dy.contiguous(), kept.x, kept.bias, kept.tanh)
+    return {"x": dx, "bias": None if kept.bias is None else dbias}
 
 
-def _backward(ctx, saved, dy):
-    x, bias = saved
-    dx, dbias = _ops.bias_gelu_backward(dy.contiguous(), x, bias, ctx.tanh)
-    return dx, None if bias is None else dbias, None
-
-
-register_autograd("bias_gelu", _backward, _setup)
+register_autograd("bias_gelu", _backward, ["x", "bias", "tanh"])

@@ -56,16 +56,9 @@ def _(dy, x, bias, kind):
     return x.new_empty(x.shape), dbias
 
 
-def _setup(ctx, inputs, output):
-    x, bias, kind = inputs
-    ctx.save_for_backward(x, bias)
-    ctx.kind = kind
+def _backward(kept, dy):
+    dx, dbias = _ops.glu_backward(dy.contiguous(), kept.x, kept.bias, kept.kind)
+    return {"x": dx, "bias": None if kept.bias is None else dbias}
 
 
-def _backward(ctx, saved, dy):
-    x, bias = saved
-    dx, dbias = _ops.glu_backward(dy.contiguous(), x, bias, ctx.kind)
-    return dx, None if bias is None else dbias, None
-
-
-register_autograd("glu", _backward, _setup)
+register_autograd("glu", _backward, ["x", "bias", "kind"])

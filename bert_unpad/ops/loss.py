@@ -94,19 +94,17 @@ def _(dloss, logits, labels, lse, vocab_size, ignore_index):
     return logits.new_empty(logits.shape)
 
 
-def _setup(ctx, inputs, output):
-    logits, labels, vocab_size, ignore_index = inputs
-    _loss_sum, correct, lse = output
-    ctx.save_for_backward(logits, labels, lse)
-    ctx.scalars = (vocab_size, ignore_index)
-    ctx.mark_non_differentiable(correct, lse)
-
-
-def _backward(ctx, saved, dloss, _dcorrect, _dlse):
-    logits, labels, lse = saved
-    dlogits = _ops.masked_cross_entropy_backward(dloss, logits, labels, lse, *ctx.scalars)
-    return dlogits, None, None, None
+def _backward(kept, dloss, _dcorrect, _dlse):
+    dlogits = _ops.masked_cross_entropy_backward(
+        dloss, kept.logits, kept.labels, kept.lse, kept.vocab_size, kept.ignore_index
+    )
+    return {"logits": dlogits}
 
 
 register_in_place("masked_cross_entropy_backward_")
-register_autograd("masked_cross_entropy", _backward, _setup)
+register_autograd(
+    "masked_cross_entropy",
+    _backward,
+    ["logits", "labels", "lse", "vocab_size", "ignore_index"],
+    constant=["correct", "lse"],
+)

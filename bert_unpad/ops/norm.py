@@ -1,5 +1,6 @@
 """LayerNorm and RMSNorm, alone and after dropout and residual: functions, fakes and autograd."""
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 import torch
@@ -198,41 +199,46 @@ def _(dy, dsum, sum, x_bias, weight, mean, rstd, dropout_p, rng, bias, residual)
     return _fake_gradients(sum, x_bias, weight, bias, residual and dropout_p > 0.0)
 
 
-def set_up_norm(ctx, inputs, output):
-    x, x_bias, residual, weight, bias, dropout_p, _eps, rng, rms, return_sum, *_ = inputs
-    _y, total, mean, rstd, *in_8_bits = output
-    ctx.settings = len(inputs) - 5  # arguments without a gradient
-    ctx.dropout_p, ctx.return_sum = dropout_p, return_sum
-    ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
-    rows = (total, None) if return_sum else (x, residual)
-    ctx.save_for_backward(*rows, x_bias, weight, None if rms else mean, rstd, rng)
-    ctx.mark_non_differentiable(mean, rstd, *in_8_bits, *(() if return_sum else (total,)))
-
-
-def norm_backward(ctx, saved, dy, dsum, *_):
-    x, residual, x_bias, weight, mean, rstd, rng = saved
-    statistics = (weight, mean, rstd, ctx.dropout_p, rng, ctx.has_bias)
-    if ctx.return_sum:
-        dy = torch.zeros_like(x) if dy is None else dy.contiguous()
-        dsum = None if dsum is None else dsum.contiguous()
-        gradients = _ops.dropout_add_norm_sum_backward(
-            dy, dsum, x, x_bias, *statistics, ctx.has_residual
-        )
-    else:
-        gradients = _ops.dropout_add_layer_norm_backward(
-            dy.contiguous(), x, x_bias, residual, *statistics
-        )
-    dx, dresidual, dx_bias, dweight, dbias = gradients
-    if ctx.dropout_p == 0.0:
-        dresidual = dx
-    return (
-        dx,
-        None if x_bias is None else dx_bias,
-        dresidual if ctx.has_residual else None,
-        dweight,
-        dbias if ctx.has_bias else None,
-        *(None,) * ctx.settings,
+def register_norm(name: str, constant: Sequence[str] = ()) -> None:
+    """Registers the derivative of a norm, with its results that have none beside statistics."""
+    keep = ["x", "residual", "sum", "x_bias", "weight", "mean", "rstd", "dropout_p", "rng", "rms"]
+    register_autograd(
+        name,
+        _backward,
+        [*keep, "return_sum", "needed"],
+        ["mean", "rstd", *constant],
+        unread=_unread,
     )
 
 
-register_autograd("dropout_add_layer_norm", norm_backward, set_up_norm)
+def _unread(kept) -> list[str]:
+    rows = ["x", "residual"] if kept.return_sum else ["sum"]
+    return [*rows, "mean"] if kept.rms else rows
+
+
+def _backward(kept, dy, dsum, *_):
+    has_residual, has_bias = "residual" in kept.needed, "bias" in kept.needed
+    statistics = (kept.weight, kept.mean, kept.rstd, kept.dropout_p, kept.rng, has_bias)
+    dy = (
+        torch.zeros_like(kept.sum if kept.return_sum else kept.x) if dy is None else dy.contiguous()
+    )
+    if kept.return_sum:
+        dsum = None if dsum is None else dsum.contiguous()
+        gradients = _ops.dropout_add_norm_sum_backward(
+            dy, dsum, kept.sum, kept.x_bias, *statistics, has_residual
+        )
+    else:
+        gradients = _ops.dropout_add_layer_norm_backward(
+            dy, kept.x, kept.x_bias, kept.residual, *statistics
+        )
+    dx, dresidual, dx_bias, dweight, dbias = gradients
+    return {
+        "x": dx,
+        "x_bias": None if kept.x_bias is None else dx_bias,
+        "residual": (dx if kept.dropout_p == 0.0 else dresidual) if has_residual else None,
+        "weight": dweight,
+        "bias": dbias if has_bias else None,
+    }
+
+
+register_norm("dropout_add_layer_norm")

@@ -16,10 +16,9 @@ from bert_unpad.ops.norm import (
     RMS_NORM_EPS,
     check_norm,
     fake_norm,
-    norm_backward,
-    set_up_norm,
+    register_norm,
 )
-from bert_unpad.ops.registration import register_autograd, register_cpu, register_fake
+from bert_unpad.ops.registration import register_cpu, register_fake
 
 _ops = torch.ops.bert_unpad
 _NAME = "dropout_add_layer_norm_fp8"
@@ -88,4 +87,4 @@ def _(*arguments):
     return y, *others, *rounded_by_scale(y, False, transpose, scale, largest)
 
 
-register_autograd(_NAME, norm_backward, set_up_norm)
+register_norm(_NAME, ["q", "q_transposed"])

@@ -4,8 +4,9 @@ Derivatives are first-order and reverse-mode. Second derivatives and forward mod
 without it, PyTorch would silently treat them as zero.
 """
 
+import collections
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.autograd import forward_ad
 from bert_unpad.ops.tensor_checks import check_devices, check_storage
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
+ByName = Callable[..., Mapping[str, Tensor | None]]
 
 _library = torch.library.Library("bert_unpad", "IMPL")
 
@@ -34,7 +36,7 @@ def register_fake(name: str, *, host: Sequence[str] = ()) -> Callable[[Callable]
         name: name of the operator.
         host: arguments that are on the CPU on every device.
     """
-    names = _argument_names(name)
+    names = argument_names(name)
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
@@ -67,7 +69,7 @@ def register_cpu(
         check: called with the operator's arguments before the function; raises a RuntimeError for
             wrong ones. Calls of the function itself are not checked.
     """
-    names = _argument_names(name)
+    names = argument_names(name)
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
@@ -84,20 +86,53 @@ def register_cpu(
     return decorate
 
 
-def register_autograd(name: str, backward: Backward, setup_context: Callable[..., None]) -> None:
+def register_autograd(
+    name: str,
+    backward: ByName,
+    keep: Sequence[str],
+    constant: Sequence[str] = (),
+    unread: Callable[[Any], Sequence[str]] | None = None,
+) -> None:
     """Registers the derivative of `bert_unpad::name`, which takes no lists of tensors.
 
     What `torch.library.register_autograd` does, in less than half the time of a call: PyTorch's
-    reads the operator's schema again at each call, whole for each argument.
+    reads the operator's schema again at each call, whole for each argument. Arguments and results
+    have the names of the schema.
 
     Args:
         name: name of the operator.
-        backward: the backward function; see `first_order` for its arguments. Gradients of results
-            that nothing was computed from are None; at least one is a tensor.
-        setup_context: as in `torch.library.register_autograd`.
+        backward: called with `kept`, a named tuple, and the gradient of each result, which is None
+            where nothing was computed from that result; at least one is a tensor. Returns the
+            gradients by the names of arguments; None, or no entry, where there is none.
+        keep: the arguments and results in `kept`. "needed" among them stands for the names of the
+            arguments that need gradients.
+        constant: the results that have no derivative.
+        unread: called with `kept` in the forward pass; returns names of tensors that the backward
+            pass of such a call does not read, and that are None in `kept` then.
     """
-    defaults = tuple(argument.default_value for argument in _schema(name).arguments)
-    marked_backward = first_order(name)(backward)
+    schema = _schema(name)
+    names = argument_names(name)
+    defaults = tuple(argument.default_value for argument in schema.arguments)
+    places = {n: i for i, n in enumerate([*names, *(result.name for result in schema.returns)])}
+    read = [n for n in keep if n != "needed"]
+    tensors = [n for n in read if n not in names or _is_tensor(schema, n)]
+    others = [n for n in read if n not in tensors]
+    kept_as = _tuple_type([*tensors, *others, "needed"])
+    tensor_places, other_places, constant_places = (
+        [places[n] for n in part] for part in (tensors, others, constant)
+    )
+
+    def needed(ctx) -> set[str] | None:
+        if "needed" not in keep:
+            return None
+        return {n for n, need in zip(names, ctx.needs_input_grad, strict=False) if need}
+
+    @first_order(name)
+    def by_place(ctx, saved: Sequence[Tensor | None], *gradients: Tensor | None) -> tuple:
+        found = backward(kept_as(*saved, *ctx.others, needed(ctx)), *gradients)
+        if not places.keys() >= found.keys():
+            raise KeyError(f"bert_unpad::{name} has arguments {names}, got {list(found)}")
+        return (*map(found.get, names), None)
 
     class Node(torch.autograd.Function):
         @staticmethod
@@ -105,15 +140,24 @@ def register_autograd(name: str, backward: Backward, setup_context: Callable[...
             *inputs, call = args
             output = call(inputs)
             ctx.set_materialize_grads(False)  # statistics have none, and zeros would be written
+            results = output if isinstance(output, tuple) else (output,)
             # The dispatcher cuts off arguments at the end that have their default values.
-            setup_context(ctx, (*inputs, *defaults[len(inputs) :]), output)
+            values = (*inputs, *defaults[len(inputs) :], *results)
+            saved = [values[place] for place in tensor_places]
+            ctx.others = [values[place] for place in other_places]
+            if unread is not None:
+                without = unread(kept_as(*saved, *ctx.others, None))
+                saved = [None if n in without else t for n, t in zip(tensors, saved, strict=True)]
+            ctx.save_for_backward(*saved)
+            if constant:
+                ctx.mark_non_differentiable(*[values[place] for place in constant_places])
             return output
 
         @staticmethod
         def backward(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             if all(gradient is None for gradient in gradients):
                 return (None,) * len(ctx.needs_input_grad)
-            return (*marked_backward(ctx, *gradients), None)
+            return by_place(ctx, *gradients)
 
     Node.__name__ = Node.__qualname__ = f"{name}_node"  # shown by profilers and in graphs
 
@@ -123,9 +167,17 @@ def register_autograd(name: str, backward: Backward, setup_context: Callable[...
     _register_kernel(name, derive)
 
 
+def _tuple_type(names: Sequence[str]) -> Callable[..., Any]:
+    return collections.namedtuple("Kept", names)  # type: ignore[misc]
+
+
+def _is_tensor(schema: torch.FunctionSchema, name: str) -> bool:
+    return any("Tensor" in str(a.type) for a in schema.arguments if a.name == name)
+
+
 def register_no_autograd(name: str) -> None:
     """Lets a derivative of `bert_unpad::name` raise an error, once it is needed."""
-    names = _argument_names(name)
+    names = argument_names(name)
 
     def derive(call: Callable[[Sequence[Any]], Any], args: tuple) -> Any:
         output = call(args)
@@ -226,7 +278,7 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
-    for argument, tensor in _tensors(_argument_names(name), args):
+    for argument, tensor in _tensors(argument_names(name), args):
         if forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(
                 f"bert_unpad::{name}: forward-mode differentiation is not supported, but "
@@ -238,7 +290,8 @@ def _schema(name: str) -> torch.FunctionSchema:
     return getattr(torch.ops.bert_unpad, name).default._schema
 
 
-def _argument_names(name: str) -> list[str]:
+def argument_names(name: str) -> list[str]:
+    """Returns the names of an operator's arguments, in order."""
     return [argument.name for argument in _schema(name).arguments]
 
 

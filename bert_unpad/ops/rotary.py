@@ -125,16 +125,12 @@ def _(x, positions, heads, theta, rotary_dim, interleaved, position_scale, inver
     return x.new_empty(x.shape)
 
 
-def _setup(ctx, inputs, output):
-    _x, positions, *settings, ctx.inverse = inputs
-    ctx.save_for_backward(positions)
-    ctx.settings = settings
+def _backward(kept, dy):
+    settings = [getattr(kept, name) for name in _SETTINGS]
+    return {"x": _rotate_back(dy, kept.positions, *settings, not kept.inverse)}
 
 
-def _backward(ctx, saved, dy):
-    dx = _rotate_back(dy, *saved, *ctx.settings, not ctx.inverse)
-    return dx, None, None, None, None, None, None, None
-
+_SETTINGS = ["heads", "theta", "rotary_dim", "interleaved", "position_scale"]
 
 register_in_place("rotary_")
-register_autograd("rotary", _backward, _setup)
+register_autograd("rotary", _backward, ["positions", *_SETTINGS, "inverse"])
