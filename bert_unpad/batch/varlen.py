@@ -139,17 +139,11 @@ class VarlenBatch:
         host, device = _integers("cu_seqlens", "batch + 1", cu_seqlens, device)
         if host.size == 0 or host[0] != 0:
             found = int(host[0]) if host.size else "no number"
-            raise ValueError(
-                f"cu_seqlens: expected 0 as the first number, got {found}; "
-                "VarlenBatch.from_lengths takes lengths"
-            )
+            raise _wrong_cu_seqlens(f"must start with 0, got {found}")
         falls = np.flatnonzero(host[1:] < host[:-1])
         if falls.size:
             before, after = host[falls[0] : falls[0] + 2].tolist()
-            raise ValueError(
-                f"cu_seqlens: expected numbers that do not decrease, got {after} after {before}; "
-                "VarlenBatch.from_lengths takes lengths"
-            )
+            raise _wrong_cu_seqlens(f"must not decrease, got {after} after {before}")
         _check_total("cu_seqlens", int(host[-1]))
         return cls._of_lengths(np.diff(host.astype(np.int64)), device)
 
@@ -255,6 +249,11 @@ def _integers(
     if host.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integers, got {host.dtype}")
     return host, torch.device(device)
+
+
+def _wrong_cu_seqlens(fault: str) -> ValueError:
+    """In the words of csrc/attention/cu_seqlens_errors.h."""
+    return ValueError(f"cu_seqlens {fault}; VarlenBatch.from_lengths takes lengths")
 
 
 def _check_total(name: str, tokens: int) -> None:

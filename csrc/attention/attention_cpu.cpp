@@ -37,9 +37,9 @@ void check_schedule_values(const std::optional<Tensor>& order, const std::option
     if (columns == 1) continue;
     const int32_t* row = values + columns * i;
     check(row[1] == cu_k[b] && row[2] == cu_k[b + 1] - cu_k[b] && row[3] == 0, op,
-          ": order must hold sequence, first token, length and 0, but row ", i, " is [", b, ", ",
-          row[1], ", ", row[2], ", ", row[3], "] where sequence ", b, " begins at ", cu_k[b],
-          " and has ", cu_k[b + 1] - cu_k[b], " tokens");
+          ": " BU_ORDER_ROW ", but row ", i, " is [", b, ", ", row[1], ", ", row[2], ", ", row[3],
+          "] where sequence ", b, " begins at ", cu_k[b], " and has ", cu_k[b + 1] - cu_k[b],
+          " tokens");
   }
   if (!groups) return;
   int64_t i = 0;

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention/cu_seqlens_errors.h"
 #include "attention/operators.h"
 #include "cuda/binding.h"
 
@@ -21,10 +22,10 @@ const int32_t* check_cu_seqlens(const AttentionRows& rows, const char* op) {
   check(longest >= 0 && longest <= INT32_MAX, op, ": max_seqlen of ", name,
         " must be between 0 and 2^31 - 1, got ", longest);
   check(tokens <= INT32_MAX, op, ": at most 2^31 - 1 tokens, got ", tokens);
-  check(rows.cu_seqlens.size(0) > 1 || tokens == 0, op, ": ", name,
-        " holds no sequence, but there are ", tokens, " tokens");
-  check(longest > 0 || tokens == 0, op, ": max_seqlen of ", name, " is 0, but there are ", tokens,
-        " tokens");
+  check(rows.cu_seqlens.size(0) > 1 || tokens == 0, op, ": ", name, " " BU_CU_SEQLENS_END ", ",
+        tokens, ", but holds no sequence");
+  check(longest > 0 || tokens == 0, op, ": ", name, " " BU_CU_SEQLENS_LONGEST ", 0, but there are ",
+        tokens, " tokens");
   return rows.cu_seqlens.const_data_ptr<int32_t>();
 }
 

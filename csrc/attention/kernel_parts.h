@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "attention/attention_cuda.h"
+#include "attention/cu_seqlens_errors.h"
 #include "cuda/architecture.h"
 #include "cuda/math.h"
 #include "cuda/primitives.h"
@@ -59,11 +60,10 @@ BU_DEVICE int warp_number() { return of_warp(static_cast<int>(threadIdx.x) / 32)
 // cu_seqlens is only known on the device: it is checked here, and what does not fit stops the
 // kernel before anything is read.
 BU_DEVICE void check_run(int begin, int end, int longest, int64_t tokens, bool first, bool last) {
-  BU_REQUIRE(begin <= end, "cu_seqlens must not decrease");
-  BU_REQUIRE(end - begin <= longest, "a sequence is longer than max_seqlen");
-  BU_REQUIRE(!first || begin == 0, "cu_seqlens must start with 0");
-  BU_REQUIRE(begin >= 0 && (last ? end == tokens : end <= tokens),
-             "cu_seqlens must end at the number of tokens");
+  BU_REQUIRE(begin <= end, "cu_seqlens " BU_CU_SEQLENS_ORDER);
+  BU_REQUIRE(end - begin <= longest, "cu_seqlens " BU_CU_SEQLENS_LONGEST);
+  BU_REQUIRE(!first || begin == 0, "cu_seqlens " BU_CU_SEQLENS_START);
+  BU_REQUIRE(begin >= 0 && (last ? end == tokens : end <= tokens), "cu_seqlens " BU_CU_SEQLENS_END);
 }
 
 // The same for a row of `order` with 4 columns, which says again what is in cu_seqlens.
@@ -73,7 +73,7 @@ BU_DEVICE void check_row(const Vector<int32_t, 4>& row, const int32_t* cu_seqlen
   // One branch for all three, before the caller uses the row: otherwise some kernels take more
   // registers, and one spills on sm_75.
   const bool same = (row.v[1] == begin) & (row.v[2] == end - begin) & (row.v[3] == 0);
-  BU_REQUIRE(same, "order must hold sequence, first token, length and 0, as cu_seqlens has them");
+  BU_REQUIRE(same, BU_ORDER_ROW ", as cu_seqlens has them");
 }
 
 // kKeys: the grid has a block per head of keys, not of queries.

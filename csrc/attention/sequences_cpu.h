@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attention/arguments.h"
+#include "attention/cu_seqlens_errors.h"
 
 namespace bert_unpad {
 
@@ -13,14 +14,15 @@ inline const int32_t* check_cu_seqlens(const AttentionRows& rows, const char* op
   const char* name = rows.cu_name;
   const auto* values = rows.cu_seqlens.const_data_ptr<int32_t>();
   const int64_t tokens = rows.data.size(0), last = rows.cu_seqlens.size(0) - 1;
-  check(values[0] == 0, op, ": ", name, " must start with 0, got ", values[0]);
+  check(values[0] == 0, op, ": ", name, " " BU_CU_SEQLENS_START ", got ", values[0]);
   for (int64_t i = 0; i < last; ++i) {
-    check(values[i + 1] >= values[i], op, ": ", name, " must not decrease, but entry ", i + 1,
-          " is ", values[i + 1], " after ", values[i]);
-    check(values[i + 1] - values[i] <= rows.max_seqlen, op, ": sequence ", i, " has ",
-          values[i + 1] - values[i], " tokens, more than max_seqlen = ", rows.max_seqlen);
+    check(values[i + 1] >= values[i], op, ": ", name, " " BU_CU_SEQLENS_ORDER ", got ",
+          values[i + 1], " after ", values[i]);
+    check(values[i + 1] - values[i] <= rows.max_seqlen, op, ": ", name,
+          " " BU_CU_SEQLENS_LONGEST ", ", rows.max_seqlen, ", but sequence ", i, " has ",
+          values[i + 1] - values[i], " tokens");
   }
-  check(values[last] == tokens, op, ": ", name, " must end at the number of tokens, ", tokens,
+  check(values[last] == tokens, op, ": ", name, " " BU_CU_SEQLENS_END ", ", tokens,
         ", but ends at ", values[last]);
   return values;
 }

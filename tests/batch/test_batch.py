@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from bert_unpad.batch import PackedInputs, VarlenBatch, pad, unpad
 from bert_unpad.batch.rows import gather_rows, scatter_rows
+from bert_unpad.ops import varlen_attention
 from tests.support.seeds import derived
 
 MASKS = {
@@ -119,10 +120,10 @@ def test_from_cu_seqlens_takes_unsigned_numbers_and_a_device():
     ("cu_seqlens", "error", "message"),
     [
         ([[0, 2]], ValueError, r"cu_seqlens: expected shape \[batch \+ 1\], got \[1, 2\]"),
-        ([], ValueError, "cu_seqlens: expected 0 as the first number, got no number"),
-        ([3, 2], ValueError, "as the first number, got 3; VarlenBatch.from_lengths takes lengths"),
-        ([0, 3, 2], ValueError, "cu_seqlens: expected numbers that do not decrease, got 2 after 3"),
-        (np.array([0, 3, 2], np.uint8), ValueError, "that do not decrease, got 2 after 3"),
+        ([], ValueError, "cu_seqlens must start with 0, got no number"),
+        ([3, 2], ValueError, "must start with 0, got 3; VarlenBatch.from_lengths takes lengths"),
+        ([0, 3, 2], ValueError, "cu_seqlens must not decrease, got 2 after 3"),
+        (np.array([0, 3, 2], np.uint8), ValueError, "must not decrease, got 2 after 3"),
         ([0, 1.5], TypeError, "cu_seqlens: expected integers, got float64"),
         ([0, 2**31], ValueError, r"cu_seqlens: expected at most 2\*\*31 - 1 tokens in a batch"),
     ],
@@ -130,6 +131,16 @@ def test_from_cu_seqlens_takes_unsigned_numbers_and_a_device():
 def test_from_cu_seqlens_refuses(cu_seqlens, error, message):
     with pytest.raises(error, match=message):
         VarlenBatch.from_cu_seqlens(cu_seqlens)
+
+
+@pytest.mark.parametrize("cu_seqlens", [[1, 3], [0, 3, 2]])
+def test_operators_refuse_cu_seqlens_in_the_same_words(cu_seqlens):
+    with pytest.raises(ValueError) as refused:
+        VarlenBatch.from_cu_seqlens(cu_seqlens)
+    words, _, _ = str(refused.value).partition(";")
+    qkv = torch.zeros(3, 3, 1, 8)
+    with pytest.raises(RuntimeError, match=f"varlen_attention: {words}"):
+        varlen_attention(qkv, torch.tensor(cu_seqlens, dtype=torch.int32), 3)
 
 
 TOO_MANY = """

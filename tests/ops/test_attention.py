@@ -290,7 +290,7 @@ def _good() -> dict:
         ({"batch": torch.tensor([1, 7, 20], dtype=torch.int32)}, "must start with 0, got 1"),
         ({"batch": torch.zeros(2, 2, dtype=torch.int32)}, r"shape \[sequences \+ 1\]"),
         ({"batch": torch.zeros(0, dtype=torch.int32)}, r"shape \[sequences \+ 1\]"),
-        ({"max_seqlen": 12}, "has 13 tokens, more than max_seqlen = 12"),
+        ({"max_seqlen": 12}, "longer than max_seqlen, 12, but sequence 1 has 13"),
         ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\)"),
         ({"dropout_p": -0.1}, r"dropout_p must be in \[0, 1\)"),
         ({"dropout_p": 0.1, "rng": torch.zeros(3, dtype=torch.int64)}, "rng must have shape"),
