@@ -155,9 +155,9 @@ def _local_rows(path: Path, name: str) -> list[Any]:
         if path.suffix == ".parquet":
             return parquet.read_table(path).to_pylist()
         if path.suffix in _TABLES:
-            with path.open(encoding="utf-8", newline="") as file:
+            with path.open(encoding="utf-8-sig", newline="") as file:
                 return list(csv.DictReader(file, **_TABLES[path.suffix]))
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
         if path.suffix == ".json" and name == "squad":
             return _squad(json.loads(text))
         return [json.loads(line) for line in text.split("\n") if line.strip()]

@@ -52,6 +52,20 @@ def test_wrong_labels_of_a_table_are_named(text, message, tmp_path):
         read_rows("cola", "train", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("train.csv", "sentence,label\nkalo,1\n"),
+        ("train.tsv", "sentence\tlabel\nkalo\t1\n"),
+        ("train.jsonl", '{"sentence": "kalo", "label": 1}\n'),
+    ],
+)
+def test_a_byte_order_mark_is_no_text(name, text, tmp_path):
+    (tmp_path / "cola").mkdir()
+    (tmp_path / "cola" / name).write_text(text, "utf-8-sig")
+    assert read_rows("cola", "train", tmp_path) == [{"sentence": "kalo", "label": 1}]
+
+
 def test_json_lines_end_at_newlines_alone_and_labels_may_be_texts(tmp_path):
     (tmp_path / "stsb").mkdir()
     row = {"sentence1": "a\u2028b", "sentence2": "c\x85d\x0ce", "label": "3.5"}

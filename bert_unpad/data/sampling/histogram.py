@@ -48,7 +48,7 @@ def read_histogram(path: str | PathLike[str]) -> NDArray[np.int64]:
         ValueError: a line is not a count, there are more than 65,535 lines, or all counts are 0.
     """
     try:
-        text = Path(path).read_text("utf-8")
+        text = Path(path).read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected text of UTF-8 ({error})") from error
     return _parse(text, str(path))

@@ -265,8 +265,8 @@ class WordPieceTokenizer(TextTokenizer):
             )
         try:
             # Not splitlines(): it splits at characters that real vocabularies contain.
-            lines = [line.rstrip("\r") for line in path.read_text("utf-8").rstrip("\n").split("\n")]
-            return cls(lines, lowercase)
+            lines = path.read_text("utf-8-sig").rstrip("\n").split("\n")
+            return cls([line.rstrip("\r") for line in lines], lowercase)
         except ValueError as error:
             raise ValueError(f"vocab_file: {path}: {error}") from error
 

@@ -335,7 +335,7 @@ def test_sample_lengths_follow_the_histogram():
 
 def test_histogram_files(tmp_path):
     path = tmp_path / "counts.txt"
-    path.write_text("0\n3\n1\n\n")
+    path.write_text("0\n3\n1\n\n", "utf-8-sig")
     np.testing.assert_array_equal(read_histogram(path), [0, 0, 3, 1])
     np.testing.assert_array_equal(all_lengths(read_histogram(path)), [2, 2, 2, 3])
     for text, message in (

@@ -54,8 +54,10 @@ def test_case_is_kept_if_asked():
 def test_vocab_file_may_hold_special_tokens_anywhere(tmp_path):
     path = tmp_path / "vocab.txt"
     tokens = ["[PAD]", "[unused0]", "a", "b", "##b", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "\u2028"]
-    path.write_text("\n".join(tokens), "utf-8")  # no line end after the last one; one odd token
+    # No line end after the last one; one odd token; a byte-order mark.
+    path.write_text("\n".join(tokens), "utf-8-sig")
     tokenizer = WordPieceTokenizer.from_vocab_file(path)
+    assert tokenizer.vocabulary[0] == "[PAD]"
     assert tokenizer.vocab_size == 10
     assert tokenizer.encode_batch(["a ab q"]) == [[2, 2, 4, 5]]
     assert tokenizer.mask_id == 8
