@@ -71,7 +71,7 @@ def build_model(
         encoder.recompute = config.recompute
         encoder.attention_schedule = config.attention_schedule
         encoder.fp8 = config.precision == "fp8"
-    add_gradients_in_products(model, config)
+    add_gradients_in_products(model)
     return model.train()
 
 
@@ -136,13 +136,12 @@ def check_model(config: PretrainConfig, device: torch.device) -> None:
         )
 
 
-def add_gradients_in_products(model: nn.Module, config: PretrainConfig) -> None:
+def add_gradients_in_products(model: nn.Module) -> None:
     """Lets passes add to weight gradients that are there within the products that make them: later
     ones of a step, and all with CUDA graphs, whose gradients stay."""
-    if config.batching.accumulation > 1 or config.cuda_graphs:
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                ops.accumulate_in_place(module.weight)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            ops.accumulate_in_place(module.weight)
 
 
 def to_device(

@@ -41,8 +41,6 @@ from bert_unpad.pretrain.ranks import Ranks
 from bert_unpad.pretrain.run import Run
 from bert_unpad.pretrain.update.kinds import find_kind
 
-__all__ = ["Stages", "sequence_work"]
-
 logger = logging.getLogger(__name__)
 
 _LEAD = 8  # updates by which samplers are ahead of training, at most
@@ -197,7 +195,7 @@ class Stages:
         run = self._run
         before, self.index = self.stage, index
         copies = add_layers(run.model, self.stage.sources)
-        add_gradients_in_products(run.model, run.config)
+        add_gradients_in_products(run.model)
         freeze(run.model, self.stage)
         self.way.make_optimizer(copies)
         feed = self.sampler
@@ -234,6 +232,7 @@ class Stages:
         return feed_steps(
             *(run.config, self.sampler, self._stage_data, run.ranks, run.progress.step),
             total_steps,
+            padded=self.way.captures,
         )
 
 

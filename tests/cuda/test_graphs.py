@@ -27,8 +27,7 @@ from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.feed.steps import Step, StepCollator
 from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner, StaticPass, check_graphs, sizes
 from bert_unpad.pretrain.output.metrics import Window
-from bert_unpad.pretrain.parallel import make_way
-from bert_unpad.pretrain.parallel import way as parallel_way
+from bert_unpad.pretrain.parallel import captured, make_way
 from bert_unpad.pretrain.parallel.way import seed_step
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
@@ -153,7 +152,7 @@ def test_the_trainer_counts_and_sums_the_same(monkeypatch) -> None:
     """Up to rounding: a product of few rows may take another routine, and sums have more zeros."""
     ranks = Ranks(0, 1, torch.device("cpu"), None)
     results = []
-    monkeypatch.setattr(parallel_way, "GraphRunner", lambda model, autocast: Uncaptured(model))
+    monkeypatch.setattr(captured, "GraphRunner", lambda model, autocast: Uncaptured(model))
     for graphs in (False, True):
         model = make_model(**DROPOUT)
         step = make_step(padded=graphs)

@@ -63,7 +63,7 @@ def _trainer(
     config = PretrainConfig(precision=precision, cuda_graphs=graphs)
     config.optimizer = OptimizerConfig(name="fused_adam", overlap=overlapped)
     config.clip = ClipConfig(mode=mode)
-    add_gradients_in_products(model, config)
+    add_gradients_in_products(model)
     way = make_way(Run(config, ranks, model))
     way.make_optimizer()
     way.begin()

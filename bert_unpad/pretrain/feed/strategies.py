@@ -21,8 +21,6 @@ from bert_unpad.pretrain.feed.rank_speeds import RankSpeeds
 from bert_unpad.pretrain.feed.steps import FeedState, Step, StepCollator, endless_steps
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["Sampler", "build_sampler", "feed_steps", "warn_of_variation"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_VARIATION = 0.5  # of the work of an update, standard deviation over mean
@@ -121,6 +119,7 @@ def feed_steps(
     ranks: Ranks,
     updates: int,
     total_steps: int,
+    padded: bool,
 ) -> AbstractContextManager[Iterator[tuple[Step, FeedState]]]:
     """Steps from where the sampler stands, without end; its threads end with the context.
 
@@ -131,11 +130,12 @@ def feed_steps(
         ranks: the processes of the run.
         updates: made already.
         total_steps: updates of the whole run.
+        padded: to the few shapes that CUDA graphs have.
     """
     progress = (min(update / total_steps, 1.0) for update in itertools.count(updates))
     pin_memory = ranks.device.type == "cuda"
     graph_shapes = None
-    if config.cuda_graphs:
+    if padded:
         graph_shapes = GraphShapes(
             config.batching.per_pass(ranks.world_size),
             config.data.max_seq_length,

@@ -5,6 +5,7 @@ A way is a subclass of `Way`. Nothing else asks for the word: what a way does no
 """
 
 from bert_unpad._choices import Shard
+from bert_unpad.pretrain.parallel.captured import with_graphs
 from bert_unpad.pretrain.parallel.ddp import Ddp, NodeSharded, Sharded
 from bert_unpad.pretrain.parallel.fsdp import Fsdp
 from bert_unpad.pretrain.parallel.overlap import Overlap
@@ -28,4 +29,5 @@ def make_way(run: Run) -> Way:
     Raises:
         ConfigError: machines have different numbers of processes, and each should shard.
     """
-    return Way(run) if run.ranks.world_size == 1 else WAYS[run.config.optimizer.shard](run)
+    kind = Way if run.ranks.world_size == 1 else WAYS[run.config.optimizer.shard]
+    return (with_graphs(kind) if run.config.cuda_graphs else kind)(run)

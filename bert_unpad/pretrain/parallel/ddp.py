@@ -20,7 +20,6 @@ from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.gradients.clipping import GradientReport, make_bucket_clip, wire_dtype
 from bert_unpad.pretrain.gradients.comm_hook import CommHook
-from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets
 from bert_unpad.pretrain.node_groups import common_node_size, node_group
 from bert_unpad.pretrain.parallel.way import Way, make_empty_passes
 from bert_unpad.pretrain.ranks import Ranks
@@ -82,7 +81,6 @@ class Ddp(Way):
     """Each rank keeps everything and makes the whole update."""
 
     _before: ClipBefore | None
-    _graph_buckets: GraphBuckets | None
 
     def _wrap(self, leaves_out: bool) -> nn.Module:
         """The model in DDP with its hook attached, ready to train.
@@ -96,25 +94,25 @@ class Ddp(Way):
             ConfigError: see `wrap_in_ddp`.
         """
         run, hook = self.run, self._hook
-        clip, model, graphs = run.config.clip, run.model, run.config.cuda_graphs
-        self._before = self._graph_buckets = None
+        # A hook's memory outlives a change of the scale, so what it gets must be unscaled.
+        self._make_clipping(self.loss_scale is not None and bool(hook.hook))
+        bucket_mb = run.config.comm.bucket_mb
+        replica = wrap_in_ddp(run.model, run.ranks, hook, self._bucket, bucket_mb, leaves_out)
+        make_empty_passes(replica, run.model, run.device)
+        return replica
+
+    def _make_clipping(self, needed: bool) -> None:
+        """Makes what clips gradients before they are averaged; see `make_bucket_clip`."""
+        clip, self._before = self.run.config.clip, None
         if self._mode == "before":
             self._before = ClipBefore(
-                model.parameters(), clip.max_norm, wire_dtype(clip), allreduce=hook.allreduce
+                self.run.model.parameters(),
+                clip.max_norm,
+                wire_dtype(clip),
+                allreduce=self._hook.allreduce,
             )
         else:
-            # A hook's memory outlives a change of the scale, so what it gets must be unscaled.
-            unscales = self.loss_scale is not None and bool(hook.hook)
-            self._bucket = make_bucket_clip(clip, self.loss_scale, unscales or graphs)
-        if graphs:
-            if self._bucket is not None:
-                self._graph_buckets = GraphBuckets(model, run.config.comm.bucket_mb)
-                self._graph_buckets.attach(self._bucket, hook.allreduce)
-            return model
-        bucket_mb = run.config.comm.bucket_mb
-        replica = wrap_in_ddp(model, run.ranks, hook, self._bucket, bucket_mb, leaves_out)
-        make_empty_passes(replica, model, run.device)
-        return replica
+            self._bucket = make_bucket_clip(clip, self.loss_scale, needed)
 
     def _pass(self, last: bool) -> AbstractContextManager[None]:
         if last and self._before is None:
@@ -122,13 +120,7 @@ class Ddp(Way):
         assert isinstance(self._replica, DistributedDataParallel)
         return self._replica.no_sync()
 
-    def _send(self) -> None:
-        if self._graph_buckets is not None:
-            self._graph_buckets.send()
-
     def _clip(self) -> GradientReport:
-        if self._graph_buckets is not None:
-            self._graph_buckets.wait()
         if self._before is not None:
             if self.loss_scale is not None:
                 self.loss_scale.unscale_(self.run.model.parameters())

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.distributed import BucketClip
-from bert_unpad.nn import Encoder, EncoderForPreTraining
+from bert_unpad.nn import Encoder, EncoderForPreTraining, PreTrainingOutput
 from bert_unpad.ops.delayed_scaling import DelayedScaling
 from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.pretrain.feed.steps import Step
@@ -30,7 +30,6 @@ from bert_unpad.pretrain.gradients.clipping import GradientReport, clip_gradient
 from bert_unpad.pretrain.gradients.comm_hook import CommHook
 from bert_unpad.pretrain.gradients.comm_hooks import SETTLING_PASSES, build_comm_hook
 from bert_unpad.pretrain.gradients.compute_clock import ComputeClock
-from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from bert_unpad.pretrain.losses import SUMS, TASKS, stack_outputs
 from bert_unpad.pretrain.model import to_device
@@ -74,6 +73,8 @@ class Way:
     """Whether ranks keep the optimizer's state of some parameters each."""
     cuts_parameters = False
     """Whether a rank updates parts of parameters."""
+    captures = False
+    """Whether passes are CUDA graphs: inputs have a few shapes, and gradients keep their place."""
 
     optimizer: torch.optim.Optimizer
     """What makes the updates; from `make_optimizer` on."""
@@ -94,7 +95,6 @@ class Way:
         """What losses are multiplied by in fp16; None in other precisions."""
         if run.config.precision == "fp16":
             self.loss_scale = LossScale(run.config.loss_scale, run.device)
-        self._graphs: GraphRunner | None = None
         self._beside: OverlappedUpdater | None = None
         self._scalings: list[DelayedScaling] = []
         self._loaded: dict[str, Any] = {}  # by `load_state_dict`, until `begin`
@@ -135,9 +135,7 @@ class Way:
         if config.compile:
             run.model.compile(dynamic=True)
         self._replica = self._wrap(leaves_out)
-        if config.cuda_graphs:
-            self._graphs = GraphRunner(run.model, run.autocast)
-        else:
+        if not self.captures:
             self.clock.watch(run.model)
         self._load_squares(self._loaded.pop("clip", {}))
         self._hook.start(run.progress.step)
@@ -176,15 +174,8 @@ class Way:
         # Asked for after the first forward pass, during which the counts are added up.
         factors = cache(partial(self._loss_factors, step, counts))
         for number, inputs in enumerate(step.passes):
-            if self._graphs is not None:
-                sums += stack_outputs(self._graphs(inputs, factors(), first=number == 0))
-                continue
-            with self._pass(last=number == len(step.passes) - 1):
-                with self.run.autocast:
-                    outputs = self._replica(to_device(inputs, self.run.model, self.run.device))
-                loss = outputs[0] * factors()[0] + outputs[2] * factors()[1]
-                loss.backward()
-            sums += stack_outputs(outputs)
+            first, last = number == 0, number == len(step.passes) - 1
+            sums += stack_outputs(self._run_pass(inputs, factors, first, last))
         self._send()
         self.clock.stop(at_gradients=True)
         return sums
@@ -202,9 +193,6 @@ class Way:
     def step(self, finite: Tensor, lr: float) -> None:
         """Updates the parameters unless the gradient is not finite, and drops the gradient.
 
-        CUDA graphs write gradients where they are, so those stay, and the next `accumulate` begins
-        with what they hold forgotten.
-
         Args:
             finite: bool [], whether the gradient is; see `step_if`.
             lr: learning rate of this update.
@@ -219,7 +207,7 @@ class Way:
         self._hook.after_update(self.run.model.parameters())
         for scaling in self._scalings:
             scaling.update(dist.group.WORLD if self.run.ranks.world_size > 1 else None)
-        if self._graphs is None:
+        if not self.captures:  # else the first pass of the next step writes over it
             self.optimizer.zero_grad(set_to_none=True)
 
     def synchronise(self, with_state: bool = False) -> None:
@@ -273,6 +261,17 @@ class Way:
     def _wrap(self, leaves_out: bool) -> nn.Module:
         """The model as passes call it, with clipping attached; see `begin`."""
         return self.run.model
+
+    def _run_pass(
+        self, inputs: PackedInputs, factors: Callable[[], Tensor], first: bool, last: bool
+    ) -> PreTrainingOutput:
+        """A forward and backward pass of a step; `factors` gives what losses are multiplied by."""
+        with self._pass(last):
+            with self.run.autocast:
+                outputs = self._replica(to_device(inputs, self.run.model, self.run.device))
+            loss = outputs[0] * factors()[0] + outputs[2] * factors()[1]
+            loss.backward()
+        return outputs
 
     def _pass(self, last: bool) -> AbstractContextManager[None]:
         """The context of a pass; gradients travel in the last one of a step."""

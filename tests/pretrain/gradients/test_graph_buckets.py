@@ -23,8 +23,7 @@ from bert_unpad.pretrain.config import ConfigError, PretrainConfig, read_config
 from bert_unpad.pretrain.feed.steps import Step, StepCollator
 from bert_unpad.pretrain.gradients.cuda_graphs import check_graphs
 from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets, units
-from bert_unpad.pretrain.parallel import make_way
-from bert_unpad.pretrain.parallel import way as parallel_way
+from bert_unpad.pretrain.parallel import captured, make_way
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
 from tests.cuda.test_graphs import Uncaptured
@@ -192,7 +191,7 @@ def _run(
         local_rank=rank % 2 if world_size == 4 else 0,
         timeout=timedelta(seconds=TIMEOUT),
     )
-    parallel_way.GraphRunner = lambda model, autocast: Uncaptured(model)
+    captured.GraphRunner = lambda model, autocast: Uncaptured(model)
     model = make_model()
     way = make_way(Run(config, ranks, model))
     way.make_optimizer()
@@ -216,7 +215,7 @@ def _run(
         report = way.finish()
         with torch.no_grad():
             model.cls.seq_relationship.bias.copy_(plain.cls.seq_relationship.bias)
-        buckets = way._graph_buckets
+        buckets = getattr(way, "_buckets", None)
         results.append(
             _Result(
                 {name: p.grad.clone() for name, p in plain.named_parameters()},
@@ -351,7 +350,7 @@ def _interrupted(rank: int, world_size: int) -> bool:
     arguments += ["--clip.mode", "bucket", "--clip.policy", "adaptive", "--clip.max_norm", "0.7"]
     config = replace(read_config(arguments)[0], cuda_graphs=True)
     ranks = Ranks(rank, world_size, torch.device("cpu"), dist.new_group(backend="gloo"))
-    parallel_way.GraphRunner = lambda model, autocast: Uncaptured(model)
+    captured.GraphRunner = lambda model, autocast: Uncaptured(model)
     kept = []
     state: dict[str, Any] = {}
     for steps in (range(3), range(2, 3)):
