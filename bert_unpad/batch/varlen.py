@@ -252,7 +252,7 @@ def _integers(
 
 
 def _wrong_cu_seqlens(fault: str) -> ValueError:
-    """In the words of csrc/attention/cu_seqlens_errors.h."""
+    """An error that says what operators do; the words are csrc/attention/cu_seqlens_errors.h's."""
     return ValueError(f"cu_seqlens {fault}; VarlenBatch.from_lengths takes lengths")
 
 

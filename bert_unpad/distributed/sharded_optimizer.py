@@ -88,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._parameters = [p for group in self.param_groups for p in group["params"]]
         names = _names_of(module, self._parameters)
         self._group = process_group
-        if not getattr(self.optim, "takes_parts", True):
+        if getattr(self.optim, "updates_by", None) == "parameters":
             raise ValueError(
                 "optimizer_class: expected one that can update parts of parameters, got "
                 f"{type(self.optim).__name__}"

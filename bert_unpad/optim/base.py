@@ -38,8 +38,6 @@ class FusedOptimizer(CopyableOptimizer):
     """Base class of the fused optimizers and Muon."""
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
-    takes_parts = True
-    """Whether it can update parts of parameters, see `shard_group`."""
     rounds = True
     """Whether it can keep rounded weights, see `keep_rounded`."""
     takes_chunks = True

@@ -101,7 +101,6 @@ class Muon(FusedAdam):
         ValueError: a number is out of range; the message names it.
     """
 
-    takes_parts = False
     rounds = False
     takes_chunks = False
     splits_stacked = True

@@ -18,7 +18,7 @@ class TwoPassOptimizer(FusedOptimizer):
     """Base class of FusedLAMB and FusedStableAdamW."""
 
     splits_stacked = True
-    updates_by = "parameters"
+    updates_by = "sums"
 
     def _update_all(self, updates: Sequence[Update]) -> None:
         self._update_whole([update for update in updates if not update.parameters.shards])

@@ -2,7 +2,8 @@
 
 A class that is named by its import path declares in `updates_by` what the update of a number reads
 beside counts and the learning rate: "elements", itself; "parameters", the rest of its parameter
-too. Without that it may read all of the model.
+too; "sums", sums over that, which it adds up over the ranks that have parts of the parameter, as
+subclasses of `bert_unpad.optim.base.FusedOptimizer` can. Without that it may read all of the model.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from bert_unpad.pretrain.config.limits import MODELS_DIFFER
 from bert_unpad.pretrain.update.arguments import class_arguments
 from bert_unpad.pretrain.update.kinds import KINDS, Kind, find_kind
 
-__all__ = ["check_optimizer"]
-
 _BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam")
 _TORCH = dict.fromkeys((*_BY_ELEMENT, "RMSprop", "Rprop", "SGD"), "elements")
 _TORCH["Adafactor"] = "parameters"
 """`updates_by` of PyTorch's classes."""
+_TAKE_PARTS = ("elements", "sums")
+"""`updates_by` of classes that can update parts of parameters."""
 
 
 def check_optimizer(
@@ -59,15 +60,15 @@ def check_optimizer(
     if declared is None and made is getattr(torch.optim, made.__name__, None):
         declared = _TORCH.get(made.__name__)
     given = f"optimizer.name {name}, whose class has updates_by {declared!r}"
-    if declared not in ("elements", "parameters", None):
+    if declared not in (*_TAKE_PARTS, "parameters", None):
         raise ConfigError(
             "optimizer.name",
-            f"expected a class with updates_by 'elements' or 'parameters', got {declared!r} of "
-            f"{name}",
+            "expected a class with updates_by 'elements', 'sums' or 'parameters', got "
+            f"{declared!r} of {name}",
         )
     if shares_state and declared is None:
         raise ConfigError("optimizer.shard", f"expected none with {given}, got {shard}")
-    if cuts_parameters and declared != "elements":
+    if cuts_parameters and declared not in _TAKE_PARTS:
         expected = "expected none, node, world or fsdp"
         raise ConfigError("optimizer.shard", f"{expected} with {given}, got {shard}")
     if hook in MODELS_DIFFER and declared is None:

@@ -40,6 +40,9 @@ RUNS = {
     "lamb-overlap": [*LAMB, *OVERLAP, *CLIPPED, *ADAPTED, *HALF],
     "lamb-fsdp": [*LAMB, *FSDP, *CLIPPED, *HALF, "--recompute", "layer"],
 }
+BY_PATH = ["--optimizer.name", "bert_unpad.optim.FusedLAMB"]
+BY_PATH += ["--optimizer.arguments", '{"max_grad_norm": null}']
+RUNS["path-overlap"] = [*BY_PATH, *RUNS["lamb-overlap"][len(LAMB) :]]
 RESUMED = ["adamw-overlap", "scaled-fsdp", "lamb-overlap", "lamb-fsdp"]
 ELSEWHERE = {  # other ways to share, on two ranks
     "adamw-overlap": RUNS["adamw"],
@@ -114,6 +117,10 @@ def test_bounds_hold(folder):
     for name in ("lamb-overlap", "lamb-fsdp"):
         lines = read_json_lines(folder / name / "metrics.jsonl")
         assert any(line.get("clipped_share", 0) > 0 for line in lines), lines[1]
+
+
+def test_a_class_by_its_path_is_shared_out_as_by_its_name(folder):
+    assert str(losses(folder / "path-overlap")) == str(losses(folder / "lamb-overlap"))
 
 
 def test_resumed_runs_have_the_same_bits(folder):
