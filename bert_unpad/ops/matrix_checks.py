@@ -1,9 +1,11 @@
 """What the operators on matrices refuse that Python implements on a CPU; their CUDA bindings check
 the same in C++ (csrc/linear/linear_cuda.cpp, fp8_cuda.cpp, csrc/gelu/gelu_fp8_cuda.cpp).
 
-Each function takes its operator's arguments. A CPU multiplies any sizes, and float32 weights too,
-which it takes where it has no 16-bit products.
+Each function takes the operator's name, and its arguments by the names of the schema. A CPU
+multiplies any sizes, and float32 weights too, which it takes where it has no 16-bit products.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +47,8 @@ def _check_scalar(op: str, name: str, t: Tensor) -> None:
     _check_dtype(op, name, t.dtype, torch.float32)
 
 
-def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> None:
-    op = "linear"
+def check_linear(op: str, given: Any) -> None:
+    x, weight, bias = given.x, given.weight, given.bias
     _check_shape(op, "x", x, "tokens", "in_features")
     _check_dtype(op, "x", x.dtype, *DTYPES)
     _check_shape(op, "weight", weight, "out_features", x.shape[1])
@@ -54,79 +56,61 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> 
     if bias is not None:
         _check_shape(op, "bias", bias, weight.shape[0])
         _check_dtype(op, "bias", bias.dtype, x.dtype, torch.float32)
-    elif gelu:
+    elif given.gelu:
         raise RuntimeError(f"{op}: bias: expected a tensor with gelu, got None")
 
 
-def check_dgrad(dy: Tensor, weight: Tensor, addend: Tensor | None, pre: Tensor | None) -> None:
-    op = "linear_dgrad"
+def check_dgrad(op: str, given: Any) -> None:
+    dy, weight = given.dy, given.weight
     _check_shape(op, "dy", dy, "tokens", "out_features")
     _check_dtype(op, "dy", dy.dtype, *DTYPES)
     _check_shape(op, "weight", weight, dy.shape[1], "in_features")
     _check_dtype(op, "weight", weight.dtype, dy.dtype, torch.float32)
-    if addend is not None and pre is not None:
+    if given.addend is not None and given.pre is not None:
         raise RuntimeError(f"{op}: pre: expected None with an addend, got a tensor")
-    for name, t in (("addend", addend), ("pre", pre)):
+    for name, t in (("addend", given.addend), ("pre", given.pre)):
         if t is not None:
             _check_shape(op, name, t, dy.shape[0], weight.shape[1])
             _check_dtype(op, name, t.dtype, dy.dtype)
 
 
-def check_wgrad(dy: Tensor, x: Tensor, bias: bool, dtype: torch.dtype) -> None:
-    op = "linear_wgrad"
-    _check_wgrad(op, dy, x)
-    _check_dtype(op, "dtype", dtype, torch.float32, dy.dtype)
+def check_wgrad(op: str, given: Any) -> None:
+    _check_wgrad(op, given)
+    _check_dtype(op, "dtype", given.dtype, torch.float32, given.dy.dtype)
 
 
-def check_wgrad_(dy: Tensor, x: Tensor, dweight: Tensor, accumulate: bool, bias: bool) -> None:
-    op = "linear_wgrad_"
-    _check_wgrad(op, dy, x)
-    _check_shape(op, "dweight", dweight, dy.shape[1], x.shape[1])
-    _check_dtype(op, "dweight", dweight.dtype, torch.float32, dy.dtype)
+def check_wgrad_(op: str, given: Any) -> None:
+    _check_wgrad(op, given)
+    _check_shape(op, "dweight", given.dweight, given.dy.shape[1], given.x.shape[1])
+    _check_dtype(op, "dweight", given.dweight.dtype, torch.float32, given.dy.dtype)
 
 
-def _check_wgrad(op: str, dy: Tensor, x: Tensor) -> None:
+def _check_wgrad(op: str, given: Any) -> None:
+    dy, x = given.dy, given.x
     _check_shape(op, "dy", dy, "tokens", "out_features")
     _check_dtype(op, "dy", dy.dtype, *DTYPES)
     _check_shape(op, "x", x, dy.shape[0], "in_features")
     _check_dtype(op, "x", x.dtype, dy.dtype)
 
 
-def check_quantize(x: Tensor, e5m2: bool, transpose: bool) -> None:
-    _check_operand("quantize_fp8", "x", x)
+def check_quantize(op: str, given: Any) -> None:
+    _check_shape(op, "x", given.x, "rows", "columns")
+    _check_dtype(op, "x", given.x.dtype, *DTYPES)
+    _check_multiple(op, "x", given.x, 1)
 
 
-def check_quantize_scaled(
-    x: Tensor,
-    e5m2: bool,
-    transpose: bool,
-    scale: Tensor,
-    largest: Tensor | None,
-    sum: bool = False,
-) -> None:
-    _check_operand("quantize_fp8_scaled", "x", x)
-    check_delayed("quantize_fp8_scaled", scale, largest)
+def check_quantize_scaled(op: str, given: Any) -> None:
+    """Also of a norm to 8 bits, the rest of whose arguments the norm itself checks."""
+    check_quantize(op, given)
+    _check_scalar(op, "scale", given.scale)
+    if given.largest is not None:
+        _check_shape(op, "largest", given.largest, 1024)
+        _check_dtype(op, "largest", given.largest.dtype, torch.float32)
 
 
-def _check_operand(op: str, name: str, x: Tensor) -> None:
-    _check_shape(op, name, x, "rows", "columns")
-    _check_dtype(op, name, x.dtype, *DTYPES)
-    _check_multiple(op, name, x, 1)
-
-
-def check_delayed(op: str, scale: Tensor, largest: Tensor | None) -> None:
-    """Checks a delayed scale, an argument of several operators."""
-    _check_scalar(op, "scale", scale)
-    if largest is not None:
-        _check_shape(op, "largest", largest, 1024)
-        _check_dtype(op, "largest", largest.dtype, torch.float32)
-
-
-def check_quantize_weights(
-    weights: list[Tensor], q: list[Tensor], q_transposed: list[Tensor], scales: list[Tensor]
-) -> None:
-    op = "quantize_weights_fp8_"
-    for name, tensors in (("q", q), ("q_transposed", q_transposed), ("scales", scales)):
+def check_quantize_weights(op: str, given: Any) -> None:
+    weights, q, q_transposed = given.weights, given.q, given.q_transposed
+    for name, tensors in (("q", q), ("q_transposed", q_transposed), ("scales", given.scales)):
         if len(tensors) != len(weights):
             raise RuntimeError(
                 f"{op}: {name}: expected {len(weights)} tensors like weights, got {len(tensors)}"
@@ -141,36 +125,26 @@ def check_quantize_weights(
         ):
             _check_shape(op, name, t, *sizes)
             _check_dtype(op, name, t.dtype, torch.float8_e4m3fn)
-        _check_scalar(op, f"scales[{i}]", scales[i])
+        _check_scalar(op, f"scales[{i}]", given.scales[i])
 
 
-def check_fp8_product(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    sum_over_tokens: bool,
-) -> None:
-    op = "fp8_product"
-    _check_fp8_operands(op, a, b, a_scale, b_scale)
+def check_fp8_product(op: str, given: Any) -> None:
+    _check_fp8_operands(op, given)
+    bias, dtype = given.bias, given.dtype
     _check_dtype(op, "dtype", dtype, *DTYPES)
     if bias is not None:
-        _check_shape(op, "bias", bias, a.shape[0])
+        _check_shape(op, "bias", bias, given.a.shape[0])
         _check_dtype(op, "bias", bias.dtype, torch.bfloat16 if dtype == torch.float32 else dtype)
 
 
-def check_fp8_product_(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor, accumulate: bool
-) -> None:
-    op = "fp8_product_"
-    _check_fp8_operands(op, a, b, a_scale, b_scale)
-    _check_shape(op, "out", out, b.shape[0], a.shape[0])
-    _check_dtype(op, "out", out.dtype, *DTYPES)
+def check_fp8_product_(op: str, given: Any) -> None:
+    _check_fp8_operands(op, given)
+    _check_shape(op, "out", given.out, given.b.shape[0], given.a.shape[0])
+    _check_dtype(op, "out", given.out.dtype, *DTYPES)
 
 
-def _check_fp8_operands(op: str, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
+def _check_fp8_operands(op: str, given: Any) -> None:
+    a, b = given.a, given.b
     _check_shape(op, "a", a, "rows", "k")
     _check_shape(op, "b", b, "rows", a.shape[1])
     _check_multiple(op, "a", a, 0, 1)
@@ -178,48 +152,18 @@ def _check_fp8_operands(op: str, a: Tensor, b: Tensor, a_scale: Tensor, b_scale:
         _check_dtype(op, name, t.dtype, *_FP8)
     if a.dtype == b.dtype == torch.float8_e5m2:
         raise RuntimeError(f"{op}: b: expected dtype {_FP8[0]} where a is E5M2, got {b.dtype}")
-    _check_scalar(op, "a_scale", a_scale)
-    _check_scalar(op, "b_scale", b_scale)
+    _check_scalar(op, "a_scale", given.a_scale)
+    _check_scalar(op, "b_scale", given.b_scale)
 
 
-def check_gelu(
-    x: Tensor,
-    bias: Tensor | None,
-    tanh: bool,
-    scale: Tensor,
-    largest: Tensor | None,
-    transpose: bool,
-) -> None:
-    _check_gelu("bias_gelu_fp8", x, bias, scale, largest)
+def check_gelu(op: str, given: Any) -> None:
+    check_quantize_scaled(op, given)
+    if given.bias is not None:
+        _check_shape(op, "bias", given.bias, given.x.shape[1])
+        _check_dtype(op, "bias", given.bias.dtype, torch.float32, given.x.dtype)
 
 
-def check_gelu_backward(
-    dy: Tensor,
-    x: Tensor,
-    bias: Tensor | None,
-    tanh: bool,
-    scale: Tensor,
-    largest: Tensor | None,
-    transpose: bool,
-) -> None:
-    op = "bias_gelu_fp8_backward"
-    _check_gelu(op, x, bias, scale, largest)
-    _check_shape(op, "dy", dy, *x.shape)
-    _check_dtype(op, "dy", dy.dtype, x.dtype)
-
-
-def _check_gelu(
-    op: str, x: Tensor, bias: Tensor | None, scale: Tensor, largest: Tensor | None
-) -> None:
-    _check_operand(op, "x", x)
-    if bias is not None:
-        _check_shape(op, "bias", bias, x.shape[1])
-        _check_dtype(op, "bias", bias.dtype, torch.float32, x.dtype)
-    check_delayed(op, scale, largest)
-
-
-def check_norm(x: Tensor, *arguments) -> None:
-    op = "dropout_add_layer_norm_fp8"
-    *_norm, scale, largest, _transpose = arguments
-    _check_operand(op, "x", x)  # dropout_add_layer_norm checks the others
-    check_delayed(op, scale, largest)
+def check_gelu_backward(op: str, given: Any) -> None:
+    check_gelu(op, given)
+    _check_shape(op, "dy", given.dy, *given.x.shape)
+    _check_dtype(op, "dy", given.dy.dtype, given.x.dtype)

@@ -80,7 +80,7 @@ def _(x, *arguments):
     return *fake_norm(x, *norm), *fake_rounded(x, False, transpose)
 
 
-@register_cpu(_NAME, matrix_checks.check_norm)
+@register_cpu(_NAME, matrix_checks.check_quantize_scaled)
 def _(*arguments):
     *norm, scale, largest, transpose = arguments
     y, *others = _ops.dropout_add_layer_norm(*norm)

@@ -57,7 +57,7 @@ def register_in_place(*names: str) -> None:
 
 
 def register_cpu(
-    name: str, check: Callable[..., None] | None = None
+    name: str, check: Callable[[str, Any], None] | None = None
 ) -> Callable[[Callable], Callable]:
     """Decorates the function that implements `bert_unpad::name` on a CPU.
 
@@ -66,10 +66,11 @@ def register_cpu(
 
     Args:
         name: name of the operator.
-        check: called with the operator's arguments before the function; raises a RuntimeError for
-            wrong ones. Calls of the function itself are not checked.
+        check: called before the function with the operator's name, and its arguments by name;
+            raises a RuntimeError for wrong ones. Calls of the function itself are not checked.
     """
-    names = argument_names(name)
+    names, defaults = argument_names(name), _defaults(name)
+    given_as = _tuple_type("Given", names)
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
@@ -77,7 +78,7 @@ def register_cpu(
             for argument, t in _tensors(names, args):
                 check_storage(name, argument, t)
             if check is not None:
-                check(*args)
+                check(name, given_as(*args, *defaults[len(args) :]))
             return function(*args)
 
         torch.library.impl(f"bert_unpad::{name}", "CPU")(checked)
@@ -112,12 +113,12 @@ def register_autograd(
     """
     schema = _schema(name)
     names = argument_names(name)
-    defaults = tuple(argument.default_value for argument in schema.arguments)
+    defaults = _defaults(name)
     places = {n: i for i, n in enumerate([*names, *(result.name for result in schema.returns)])}
     read = [n for n in keep if n != "needed"]
     tensors = [n for n in read if n not in names or _is_tensor(schema, n)]
     others = [n for n in read if n not in tensors]
-    kept_as = _tuple_type([*tensors, *others, "needed"])
+    kept_as = _tuple_type("Kept", [*tensors, *others, "needed"])
     tensor_places, other_places, constant_places = (
         [places[n] for n in part] for part in (tensors, others, constant)
     )
@@ -167,8 +168,8 @@ def register_autograd(
     _register_kernel(name, derive)
 
 
-def _tuple_type(names: Sequence[str]) -> Callable[..., Any]:
-    return collections.namedtuple("Kept", names)  # type: ignore[misc]
+def _tuple_type(title: str, names: Sequence[str]) -> Callable[..., Any]:
+    return collections.namedtuple(title, names)  # type: ignore[misc]
 
 
 def _is_tensor(schema: torch.FunctionSchema, name: str) -> bool:
@@ -288,6 +289,10 @@ def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
 
 def _schema(name: str) -> torch.FunctionSchema:
     return getattr(torch.ops.bert_unpad, name).default._schema
+
+
+def _defaults(name: str) -> tuple[Any, ...]:
+    return tuple(argument.default_value for argument in _schema(name).arguments)
 
 
 def argument_names(name: str) -> list[str]:
