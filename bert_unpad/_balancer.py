@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from bert_unpad._host_calls import NONE, Handle, call, integer, pointers, take, unsigned, vector
 
-__all__ = ["EpochPlan", "WorkModel", "deal", "pack"]
-
 _METHODS = ("best_fit", "shortest_first")
 
 

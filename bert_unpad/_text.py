@@ -27,8 +27,6 @@ from bert_unpad._host_calls import (
     vector,
 )
 
-__all__ = ["CharacterCounts", "Masker", "Splitter", "gather", "pack"]
-
 _UNITS = ("token", "word", "span")
 _TOKENS = ("uint16", "uint32", "int32", "int64")
 _Int64 = NDArray[np.int64]

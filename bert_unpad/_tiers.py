@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-__all__ = ["Tier", "advanced", "code_only", "tier_of"]
-
 Tier = Literal["common", "advanced", "code_only"]
 
 

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from bert_unpad.evaluate.tasks import Row
 
-__all__ = ["answer_features", "answers_of", "measures"]
-
 Feature = dict[str, Any]
 
 _BEST, _LONGEST_ANSWER = 20, 30  # starts and ends that are tried; tokens

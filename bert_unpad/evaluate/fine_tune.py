@@ -22,8 +22,6 @@ from bert_unpad import hf
 from bert_unpad.evaluate.answers import answer_features, answers_of, measures
 from bert_unpad.evaluate.tasks import TASKS, Row, Task, read_rows
 
-__all__ = ["METRICS", "load", "measure"]
-
 
 def _correlation(function: Callable[..., Any], labels: Any, found: Any) -> float:
     """A correlation of SciPy's; 0 with what is constant, as one row is."""

@@ -13,8 +13,6 @@ from typing import Any
 
 from bert_unpad._extras import packages_of
 
-__all__ = ["TASKS", "Row", "Task", "read_rows"]
-
 Row = dict[str, Any]
 
 

@@ -16,8 +16,6 @@ import numpy as np
 from bert_unpad.pretrain.config import GrowthConfig
 from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage
 
-__all__ = ["keep_probabilities", "layer_drop"]
-
 _THETA = 0.5  # where the mean keep probability of the top layer goes
 _GAMMA = 100  # how fast it goes there, in a whole run
 

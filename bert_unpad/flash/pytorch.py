@@ -20,8 +20,6 @@ from bert_unpad.flash.functions import attend, bounds, is_to_self
 from bert_unpad.ops import rng as _rng
 from bert_unpad.ops.attention import scale_of
 
-__all__ = ["NAME", "register"]
-
 NAME = "bert_unpad"
 GPU_HEAD_DIMS = (32, 64, 96, 128)
 _COMPUTED = {"scale", "window_size_left", "window_size_right"}  # of the arguments by name

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from bert_unpad.pretrain.config import ConfigError
 
-__all__ = ["bound_to_cores", "cores_by_node", "share_of_cores"]
-
 _SYSTEM = Path("/sys/devices/system")
 
 

@@ -17,8 +17,6 @@ from bert_unpad.pretrain.losses import SUMS, averages, stack_outputs
 from bert_unpad.pretrain.model import to_device
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["Evaluator"]
-
 
 class Evaluator:
     """Measures a model on held-out examples.

@@ -6,8 +6,6 @@ import signal
 from contextlib import ExitStack
 from types import FrameType
 
-__all__ = ["StopRequest"]
-
 
 class StopRequest:
     """Inside `with`, SIGTERM or SIGINT sets `signal` and does nothing else.

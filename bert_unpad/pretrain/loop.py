@@ -29,8 +29,6 @@ from bert_unpad.pretrain.update.optimizer import leaves_out_on_device
 from bert_unpad.pretrain.update.schedule import warmup_updates
 from bert_unpad.pretrain.update.state import check_state, state_bytes
 
-__all__ = ["Trainer"]
-
 logger = logging.getLogger(__name__)
 
 # Updates in a row that may be left out because gradients are not finite, before the run ends.

@@ -7,8 +7,6 @@ import torch.distributed as dist
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["common_node_size", "node_group"]
-
 
 def common_node_size(ranks: Ranks, key: str, wish: str, instead: str) -> int:
     """Processes on each machine, as many on all and neighbours in rank; every rank must call it.

@@ -7,8 +7,6 @@ from bert_unpad.data.prepared import holds_examples
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["DATA_ERRORS", "open_data", "short_examples"]
-
 _LITTLE = 0.25  # of the longest length
 DATA_ERRORS = (DamagedDataError, ImportError, OSError, ValueError)
 """What `prepare` raises where settings or files are wrong."""

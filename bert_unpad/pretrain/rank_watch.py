@@ -29,8 +29,6 @@ import torch.distributed as dist
 from bert_unpad.data import ExchangeError
 from bert_unpad.pretrain.config import ConfigError
 
-__all__ = ["RankError", "RankWatch", "error_chain", "open_store", "within"]
-
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]

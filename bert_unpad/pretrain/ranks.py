@@ -24,8 +24,6 @@ from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.cores import bound_to_cores
 from bert_unpad.pretrain.rank_watch import RankWatch, error_chain, open_store, within
 
-__all__ = ["HostSums", "Ranks", "join_ranks", "threads_per_process"]
-
 T = TypeVar("T")
 _MAX_THREADS = 4096  # of one process
 _END_SECONDS = 5.0  # for the sums of a rank that fails

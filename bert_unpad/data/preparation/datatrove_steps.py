@@ -27,8 +27,6 @@ from bert_unpad.data.preparation.ordered_sources import spool_source
 from bert_unpad.data.preparation.parts import Part
 from bert_unpad.data.preparation.pipeline import Pipeline
 
-__all__ = ["JoinParts", "MakeExamples", "SpoolDocuments"]
-
 
 class _Documents:
     """What datatrove's earlier steps yield, as a source."""

@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 
 from bert_unpad.data.store.example_batch import ExampleBatch
 
-__all__ = ["SCOPES", "Transport"]
-
 SCOPES = ("none", "node", "world", "two_level")
 
 

@@ -15,8 +15,6 @@ import yaml
 from bert_unpad._files import read_regular
 from bert_unpad.pretrain.config.errors import ConfigError
 
-__all__ = ["Given", "read_given"]
-
 _FLAG = "print_config"  # has no value, or one after `=`
 
 

@@ -16,8 +16,6 @@ from bert_unpad.pretrain.config.errors import ConfigError
 if TYPE_CHECKING:
     from bert_unpad.pretrain.config.run import PretrainConfig
 
-__all__ = ["check_mlperf", "evaluation_interval", "submission"]
-
 # What a submission says of itself, beside what the run says.
 _SUBMISSION = (
     *("submission_division", "submission_org", "submission_platform", "submission_status"),

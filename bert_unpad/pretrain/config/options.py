@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 from bert_unpad._tiers import Tier, tier_of
 
-__all__ = ["Option", "describe", "find_options"]
-
 
 @dataclass(frozen=True)
 class Option:

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from bert_unpad.pretrain.config.errors import ConfigError
 
-__all__ = ["check_ranges"]
-
 _INTEGERS = 2**63  # every integer of a run fits in 64 bits with a sign
 _FLOAT32_MAX = 3.4028234e38
 

@@ -22,8 +22,6 @@ from bert_unpad.pretrain.config.options import describe, find_options
 from bert_unpad.pretrain.config.run import PretrainConfig
 from bert_unpad.pretrain.config.update import OptimizerConfig
 
-__all__ = ["Settings", "read_config", "read_settings"]
-
 _OPTIONS = {s.name: s for s in find_options(PretrainConfig) if s.tier != "code_only"}
 
 

@@ -19,8 +19,6 @@ from bert_unpad.pretrain.config.mlperf import check_mlperf
 if TYPE_CHECKING:
     from bert_unpad.pretrain.config.run import PretrainConfig
 
-__all__ = ["check_rules"]
-
 
 def check_rules(config: PretrainConfig) -> None:
     """Checks all rules between options.

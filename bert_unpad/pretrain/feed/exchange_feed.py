@@ -28,8 +28,6 @@ from bert_unpad.pretrain.feed.steps import FeedState, Step, StepCollator
 from bert_unpad.pretrain.node_groups import common_node_size
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["ExchangedFeed"]
-
 # Seconds that a rank waits for the others to stop too. All stop after the same step, so at most one
 # step lies between them; where one has failed, no other rank may be left.
 _STOP_SECONDS = 60.0

@@ -17,8 +17,6 @@ from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.gradients.compute_clock import Spans, span_seconds
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["RankSpeeds"]
-
 _FIRST, _EVERY = 6, 24  # updates before the first measurement, and between two
 _SKIPPED = 2  # updates at the start, which are slower
 _TRUST = 0.5  # exponent of a new measurement in the average with the speeds so far

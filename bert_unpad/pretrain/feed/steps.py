@@ -22,8 +22,6 @@ from bert_unpad.data.sampling.packed_sampler import PackedSampler
 from bert_unpad.data.sampling.speed_sampler import SpeedSampler
 from bert_unpad.data.sampling.warmup_sampler import WarmupSampler
 
-__all__ = ["FeedState", "Step", "StepCollator", "count_labels", "endless_steps"]
-
 _Examples = TypeVar("_Examples", NDArray[np.integer], ExampleBatch)  # their indices, or themselves
 
 

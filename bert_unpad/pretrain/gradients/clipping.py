@@ -18,8 +18,6 @@ from bert_unpad.optim.parameter_lists import local, shard_groups
 from bert_unpad.pretrain.config import ClipConfig
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 
-__all__ = ["GradientReport", "clip_gradients_", "make_bucket_clip", "wire_dtype"]
-
 
 @dataclass(frozen=True)
 class GradientReport:

@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_leaves
 from bert_unpad.distributed.allreduce import Allreduce
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["CommHook", "all_agree", "average_models"]
-
 
 class CommHook:
     """A hook with its state, and what has to happen around it; this base is DDP's own allreduce."""

@@ -30,8 +30,6 @@ from bert_unpad.pretrain.gradients.optimizer_sync import OneBitSync
 from bert_unpad.pretrain.node_groups import common_node_size
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["HOOKS", "OPTIMIZER_HOOKS", "SETTLING_PASSES", "build_comm_hook"]
-
 SETTLING_PASSES = 2
 _MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, by bucket
 

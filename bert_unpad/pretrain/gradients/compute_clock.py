@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["ComputeClock", "Spans", "span_seconds"]
-
 Moment = float | torch.cuda.Event
 Spans = list[tuple[Moment, Moment]]
 """Begin and end of spans of time."""

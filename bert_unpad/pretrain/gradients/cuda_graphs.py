@@ -32,8 +32,6 @@ from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.config.limits import GRAPHS_ON_RANKS
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["GraphRunner", "StaticPass", "check_graphs", "sizes"]
-
 # Passes before a capture: libraries load kernels, allocate workspaces and choose algorithms in the
 # first; PyTorch's own recipes take three.
 _WARMUP = 3

@@ -23,8 +23,6 @@ from bert_unpad.distributed import BucketClip
 from bert_unpad.distributed.allreduce import Allreduce
 from bert_unpad.nn import EncoderForPreTraining
 
-__all__ = ["GraphBucket", "GraphBuckets", "units"]
-
 _DEFAULT_MB = 25.0  # as DDP's buckets
 _ALIGN = 128  # bytes, so that every gradient begins where vector instructions can load
 

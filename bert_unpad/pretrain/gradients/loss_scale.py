@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from bert_unpad.optim.parameter_lists import local
 from bert_unpad.pretrain.config import LossScaleConfig
 
-__all__ = ["LossScale"]
-
 _GROWTH, _BACKOFF = 2.0, 0.5  # factors on the scale, as in torch.amp.GradScaler
 
 

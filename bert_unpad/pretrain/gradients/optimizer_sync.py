@@ -14,8 +14,6 @@ from bert_unpad.pretrain.config import CommConfig, ConfigError
 from bert_unpad.pretrain.gradients.comm_hook import CommHook, all_agree
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["OneBitSync", "OptimizerSync"]
-
 
 class OptimizerSync(CommHook):
     """The comm hook of an optimizer that communicates by itself.

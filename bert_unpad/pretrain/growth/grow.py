@@ -10,8 +10,6 @@ from torch import nn
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.growth.stage import Stage
 
-__all__ = ["add_layers", "cut_layers", "freeze"]
-
 Copies = dict[nn.Parameter, nn.Parameter]
 
 

@@ -22,8 +22,6 @@ from itertools import pairwise
 from bert_unpad.pretrain.config import ConfigError, GrowthConfig
 from bert_unpad.pretrain.growth.stage import Growth, Setting, Stage, stage_ends, stage_shares
 
-__all__ = ["lengths", "mslt", "none", "stacking"]
-
 _DEFAULT_STAGES = 4  # of mslt
 
 

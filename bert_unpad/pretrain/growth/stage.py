@@ -15,8 +15,6 @@ from typing import Literal
 from bert_unpad.pretrain.config import ConfigError, GrowthConfig, ScheduleConfig
 from bert_unpad.pretrain.update.schedule import lr_factor
 
-__all__ = ["Growth", "Setting", "Stage", "stage_ends", "stage_shares", "staged_lr_factor"]
-
 
 @dataclass(frozen=True)
 class Setting:

@@ -9,8 +9,6 @@ from bert_unpad.data.store.cache import chosen_cache_dir
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["check_folders"]
-
 
 def check_folders(config: PretrainConfig, ranks: Ranks) -> None:
     """Checks the folders of a run on rank 0, and makes none; every rank must call it.

@@ -51,8 +51,6 @@ from bert_unpad.pretrain.update.state import (
     parameter_names,
 )
 
-__all__ = ["Checkpointer"]
-
 _SAVING, _DELETING = ".saving-", ".deleting-"
 
 

@@ -18,15 +18,6 @@ from pathlib import Path
 from bert_unpad._files import open_regular, read_regular, set_aside, sync_folder
 from bert_unpad.pretrain.config import ConfigError
 
-__all__ = [
-    "all_checkpoints",
-    "checkpoint_name",
-    "how_to_continue",
-    "newest_checkpoint",
-    "set_damaged_aside",
-    "write_checksums",
-]
-
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{9})")

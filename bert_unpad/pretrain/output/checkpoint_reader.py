@@ -19,8 +19,6 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-__all__ = ["CheckpointPlanner", "CheckpointReader"]
-
 Keys = tuple[str | int, ...]
 
 _METADATA = "torch.distributed.checkpoint.metadata"

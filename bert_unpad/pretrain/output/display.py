@@ -13,8 +13,6 @@ from tqdm import tqdm
 from bert_unpad.pretrain.config import LoggingConfig
 from bert_unpad.pretrain.output.trackers import TRACKERS
 
-__all__ = ["Display"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ import torch
 
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["SOURCES", "EnergyMeter", "joules_per_sequence"]
-
 SOURCES = ("gpu", "cpu")
 _POWERCAP = Path("/sys/class/powercap")
 _EVERY = 10.0  # seconds; a counter of RAPL starts again after minutes

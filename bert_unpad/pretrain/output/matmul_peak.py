@@ -14,8 +14,6 @@ import torch
 
 from bert_unpad.ops import matmul
 
-__all__ = ["MatmulPeak", "measure_matmul_peak"]
-
 _SECONDS = 0.2  # a dtype
 _SIZE = {"cpu": 1024, "cuda": 8192}
 

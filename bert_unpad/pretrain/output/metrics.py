@@ -26,16 +26,6 @@ from bert_unpad.pretrain.gradients.compute_clock import Spans, span_seconds
 from bert_unpad.pretrain.losses import SUMS
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = [
-    "JsonLines",
-    "Stopwatch",
-    "Window",
-    "drop_later_examples",
-    "examples_path",
-    "numbers",
-    "read_json_lines",
-]
-
 logger = logging.getLogger(__name__)
 
 

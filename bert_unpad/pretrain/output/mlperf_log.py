@@ -25,8 +25,6 @@ from bert_unpad.pretrain.update.arguments import class_arguments
 from bert_unpad.pretrain.update.kinds import find_kind
 from bert_unpad.pretrain.update.schedule import warmup_updates
 
-__all__ = ["MlperfLog"]
-
 _ROOT = str(Path(__file__).resolve().parents[3])  # which file names in the log leave out
 _LAMB = ("opt_lamb_beta_1", "opt_lamb_beta_2", "opt_lamb_epsilon", "opt_lamb_weight_decay_rate")
 

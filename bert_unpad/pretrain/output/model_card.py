@@ -15,8 +15,6 @@ from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import PretrainConfig
 from bert_unpad.pretrain.losses import TASKS
 
-__all__ = ["write_model_card"]
-
 _HUB = ("hf:", "stream:")
 _NAMES = {"stdlib": "docstrings of Python's standard library"}
 

@@ -9,8 +9,6 @@ from typing import Any
 from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.pretrain.output.metrics import numbers
 
-__all__ = ["draw_run"]
-
 
 def draw_run(path: Path, lines: Sequence[dict[str, Any]], most_frequent_rate: float | None) -> None:
     """Draws loss, accuracy, tokens per second, and shares (padding avoided, balance).

@@ -35,8 +35,6 @@ from bert_unpad.pretrain.output.model_card import write_model_card
 from bert_unpad.pretrain.output.plots import draw_run
 from bert_unpad.pretrain.run import Progress, Run
 
-__all__ = ["export", "is_reported", "write_report"]
-
 _FILLED_EXAMPLES = 2
 _SHOWN_GUESSES = 12
 

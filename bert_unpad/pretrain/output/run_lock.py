@@ -30,8 +30,6 @@ from bert_unpad._files import read_regular, set_aside
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
 from bert_unpad.pretrain.ranks import Ranks
 
-__all__ = ["RunLock", "run_lock"]
-
 logger = logging.getLogger(__name__)
 
 _NAME = ".lock"

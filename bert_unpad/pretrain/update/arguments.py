@@ -13,8 +13,6 @@ from typing import Any
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig, Settings
 from bert_unpad.pretrain.update.kinds import Kind, find_kind
 
-__all__ = ["class_arguments", "drop_refused", "refused_options"]
-
 logger = logging.getLogger(__name__)
 
 _NO_DEFAULT = (inspect.Parameter.empty, None)

@@ -28,8 +28,6 @@ from bert_unpad.optim import (
 )
 from bert_unpad.pretrain.config import ConfigError
 
-__all__ = ["KINDS", "Kind", "find_kind"]
-
 Groups = list[dict[str, Any]]
 
 

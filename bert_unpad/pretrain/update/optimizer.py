@@ -17,14 +17,6 @@ from bert_unpad.pretrain.update.arguments import class_arguments
 from bert_unpad.pretrain.update.kinds import find_kind
 from bert_unpad.pretrain.update.state import local_optimizer, remember_groups
 
-__all__ = [
-    "build_optimizer",
-    "leaves_out_on_device",
-    "round_weights_in_updates",
-    "set_lr",
-    "step_if",
-]
-
 
 def build_optimizer(
     model: nn.Module,

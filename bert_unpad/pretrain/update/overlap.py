@@ -22,8 +22,6 @@ from bert_unpad.nn import Encoder, EncoderForPreTraining
 from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.pretrain.update.optimizer import step_if
 
-__all__ = ["OverlappedUpdater", "SideStream", "update_order"]
-
 
 class SideStream:
     """A second stream of a GPU with numbered events, which CUDA graphs may wait for too.

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from bert_unpad.pretrain.config import ConfigError, ScheduleConfig
 
-__all__ = ["lr_factor", "warmup_updates"]
-
 
 @dataclass(frozen=True)
 class _Place:

@@ -22,19 +22,6 @@ from bert_unpad.distributed import ShardedOptimizer
 from bert_unpad.optim.parameter_lists import local as local_shard
 from bert_unpad.pretrain.config import ConfigError
 
-__all__ = [
-    "check_state",
-    "group_state",
-    "load_group_state",
-    "load_named_state",
-    "local_optimizer",
-    "named_state",
-    "parameter_names",
-    "remember_groups",
-    "state_bytes",
-    "take_over",
-]
-
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 # Groups as they were made, without their parameters.
 _MADE: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
