@@ -208,42 +208,26 @@ def _last_contiguous(x: Tensor) -> Tensor:
 
 
 @register_fake("varlen_attention", host=["groups"])
-def _(
-    qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order=None, groups=None, num_heads=0,
-    window_left=-1, window_right=-1, bias_buckets=None, bias_table=None, bias_query=None,
-    bias_key=None,
-):  # fmt: skip
+def _(qkv, num_heads):
     tokens, heads = qkv.shape[0], num_heads or qkv.shape[2]
     out = qkv.new_empty((tokens, heads, qkv.shape[-1]))
     return out, qkv.new_empty((heads, tokens), dtype=torch.float32)
 
 
 @register_fake("varlen_attention_backward", host=["groups"])
-def _(
-    dout, qkv, out, lse, cu_seqlens, max_seqlen, scale, dropout_p, rng, order=None, groups=None,
-    num_heads=0, window_left=-1, window_right=-1, bias_buckets=None, bias_table=None,
-    bias_query=None, bias_key=None, table_gradient=False,
-):  # fmt: skip
+def _(qkv, bias_table, bias_query, bias_key, table_gradient):
     table = bias_table if table_gradient else None
     return qkv.new_empty(qkv.shape), *_gradients_like(qkv, table, bias_query, bias_key)
 
 
 @register_fake("varlen_cross_attention", host=["groups"])
-def _(
-    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng,
-    order=None, groups=None, window_left=-1, window_right=-1, query_positions=None,
-    bias_buckets=None, bias_table=None, bias_query=None, bias_key=None,
-):  # fmt: skip
+def _(q):
     tokens, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((heads, tokens), dtype=torch.float32)
 
 
 @register_fake("varlen_cross_attention_backward", host=["groups"])
-def _(
-    dout, q, kv, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p,
-    rng, order=None, groups=None, window_left=-1, window_right=-1, query_positions=None,
-    bias_buckets=None, bias_table=None, bias_query=None, bias_key=None, table_gradient=False,
-):  # fmt: skip
+def _(q, kv, bias_table, bias_query, bias_key, table_gradient):
     table = bias_table if table_gradient else None
     gradients = _gradients_like(q, table, bias_query, bias_key)
     return q.new_empty(q.shape), kv.new_empty(kv.shape), *gradients

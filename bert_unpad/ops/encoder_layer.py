@@ -193,17 +193,17 @@ def pack_int8(weight: Tensor) -> Tensor:
 
 
 @register_fake("encoder_layer")
-def _(x, cu_seqlens, max_seqlen, positions, rows, cu_rows, parameters, shape, numbers):
+def _(x, rows):
     return x.new_empty(((x if rows is None else rows).shape[0], x.shape[1]))
 
 
 @register_fake("encoder_project")
-def _(x, parameters, shape, numbers):
+def _(x, shape):
     return x.new_empty((x.shape[0], (shape[0] + 2 * shape[1]) * shape[2]))
 
 
 @register_fake("encoder_finish")
-def _(x, attended, parameters, shape, numbers):
+def _(x):
     return x.new_empty(x.shape)
 
 

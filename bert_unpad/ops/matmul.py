@@ -308,13 +308,13 @@ def takes_product(weight: Tensor) -> bool:
 
 
 @register_fake("linear")
-def _(x, weight, bias, gelu):
+def _(x, weight, gelu):
     shape = (x.shape[0], weight.shape[0])
     return x.new_empty(shape), x.new_empty(shape if gelu else (0,))
 
 
 @register_fake("linear_dgrad")
-def _(dy, weight, addend, pre):
+def _(dy, weight):
     return dy.new_empty((dy.shape[0], weight.shape[1]))
 
 
@@ -325,7 +325,7 @@ def _(dy, x, bias, dtype):
 
 
 @register_fake("linear_wgrad_")
-def _(dy, x, dweight, accumulate, bias):
+def _(dy, dweight, bias):
     return dweight.new_empty((dy.shape[1] if bias else 0,))
 
 
@@ -333,7 +333,7 @@ register_in_place("packed_product_")
 
 
 @register_fake("packed_wgrad_")
-def _(dy, x, dweight, accumulate, bias):
+def _(dy, dweight, bias):
     return dweight.new_empty((dy.shape[1] if bias else 0,))
 
 

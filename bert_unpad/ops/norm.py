@@ -165,7 +165,7 @@ def _add_norm(
 
 
 @register_fake("dropout_add_layer_norm")
-def fake_norm(x, x_bias, residual, weight, bias, dropout_p, eps, rng, rms=False, return_sum=False):
+def fake_norm(x, x_bias, residual, dropout_p, rms, return_sum):
     plain = x_bias is None and residual is None and dropout_p == 0
     function = f"{'' if plain else 'dropout_add_'}{'rms' if rms else 'layer'}_norm"
     torch._check(
@@ -190,12 +190,12 @@ def _fake_gradients(x, x_bias, weight, bias: bool, own_dresidual: bool):
 
 
 @register_fake("dropout_add_layer_norm_backward")
-def _(dy, x, x_bias, residual, weight, mean, rstd, dropout_p, rng, bias=True):
+def _(x, x_bias, residual, weight, dropout_p, bias):
     return _fake_gradients(x, x_bias, weight, bias, residual is not None and dropout_p > 0.0)
 
 
 @register_fake("dropout_add_norm_sum_backward")
-def _(dy, dsum, sum, x_bias, weight, mean, rstd, dropout_p, rng, bias, residual):
+def _(sum, x_bias, weight, dropout_p, bias, residual):
     return _fake_gradients(sum, x_bias, weight, bias, residual and dropout_p > 0.0)
 
 

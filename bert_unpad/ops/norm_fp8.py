@@ -75,9 +75,9 @@ def dropout_add_norm_fp8(
 
 
 @register_fake(_NAME)
-def _(x, *arguments):
-    *norm, _scale, _largest, transpose = arguments
-    return *fake_norm(x, *norm), *fake_rounded(x, False, transpose)
+def _(x, x_bias, residual, dropout_p, rms, return_sum, transpose):
+    norm = fake_norm(x, x_bias, residual, dropout_p, rms, return_sum)
+    return *norm, *fake_rounded(x, False, transpose)
 
 
 @register_cpu(_NAME, matrix_checks.check_quantize_scaled)

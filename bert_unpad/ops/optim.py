@@ -285,13 +285,13 @@ def _(tensors):
 
 
 @register_fake("frozen_lamb_sums_")
-def _(params, grads, *rest):
+def _(params):
     return params[0].new_empty((len(params), 3), dtype=torch.float32)
 
 
 @register_fake("lamb_moments_")
 @register_fake("stable_adamw_moments_")
-def _(params, grads, exp_avgs, exp_avg_sqs, masters, steps, lr, *rest):
+def _(params, lr):
     rows = [lr.new_empty((len(params), width), dtype=torch.float32) for width in (3, 4)]
     return tuple(rows)
 

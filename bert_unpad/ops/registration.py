@@ -6,6 +6,7 @@ without it, PyTorch would silently treat them as zero.
 
 import collections
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,19 +31,22 @@ _library = torch.library.Library("bert_unpad", "IMPL")
 def register_fake(name: str, *, host: Sequence[str] = ()) -> Callable[[Callable], Callable]:
     """Decorates the function that computes the shapes and dtypes of `bert_unpad::name`'s results.
 
-    PyTorch also calls it for a mixture of meta and other tensors, for which it raises an error.
+    Its parameters are the arguments that it reads, by the names of the schema. PyTorch also calls
+    it for a mixture of meta and other tensors, for which it raises an error.
 
     Args:
         name: name of the operator.
         host: arguments that are on the CPU on every device.
     """
-    names = argument_names(name)
+    names, defaults = argument_names(name), _defaults(name)
 
     def decorate(function: Callable) -> Callable:
-        @functools.wraps(function)
+        places = [names.index(read) for read in inspect.signature(function).parameters]
+
         def checked(*args: Any) -> Any:
             check_devices(name, {n: t for n, t in _tensors(names, args) if n not in host})
-            return function(*args)
+            values = (*args, *defaults[len(args) :])
+            return function(*[values[place] for place in places])
 
         torch.library.register_fake(f"bert_unpad::{name}")(checked)
         return function
@@ -53,7 +57,7 @@ def register_fake(name: str, *, host: Sequence[str] = ()) -> Callable[[Callable]
 def register_in_place(*names: str) -> None:
     """Registers operators that only change their arguments, and return nothing."""
     for name in names:
-        register_fake(name)(lambda *arguments: None)
+        register_fake(name)(lambda: None)
 
 
 def register_cpu(

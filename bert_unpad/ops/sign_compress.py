@@ -102,7 +102,7 @@ def sign_unpack_(bits: Tensor, scales: Tensor, out: Tensor) -> None:
 
 
 @register_fake("sign_scale")
-def _(value, error):
+def _(error):
     return error.new_empty((), dtype=torch.float32)
 
 
