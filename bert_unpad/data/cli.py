@@ -27,9 +27,8 @@ from bert_unpad.data.preparation.engines import Engine, InProcess, Processes, av
 from bert_unpad.data.preparation.import_data import import_data
 from bert_unpad.data.preparation.join import join_parts
 from bert_unpad.data.preparation.parts import ABSENT_SECONDS, Part
-from bert_unpad.data.preparation.pipeline import Pipeline
+from bert_unpad.data.preparation.pipeline import Pipeline, Report
 from bert_unpad.data.preparation.ray_engine import Ray
-from bert_unpad.data.preparation.summary import summary
 from bert_unpad.data.prepared import (
     SPLITS,
     holds_examples,
@@ -39,9 +38,11 @@ from bert_unpad.data.prepared import (
     read_prepared,
 )
 from bert_unpad.data.store.cache import chosen_cache_dir
+from bert_unpad.data.store.shards import AT_ONCE, MAX_LENGTH, ShardDataset
 
 _SAMPLE_MB = 200.0
 _CHECKED = 4096  # examples looked at together
+_QUANTILES = (0.25, 0.5, 0.75, 0.95)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -220,7 +221,7 @@ def _prepare(options: argparse.Namespace) -> None:
         )
         if not options.part:
             statistics = pipeline.run()
-            print(summary(options.output, statistics, pipeline.report))
+            print(_summary(options.output, statistics, pipeline.report))
             return
         if options.stage != "examples":
             pipeline.read()
@@ -282,7 +283,7 @@ def _import(options: argparse.Namespace) -> None:
 
 def _merge(options: argparse.Namespace) -> None:
     statistics = join_parts(options.output)
-    print(summary(options.output, statistics))
+    print(_summary(options.output, statistics))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -293,3 +294,38 @@ def _check(options: argparse.Namespace) -> None:
         for begin in range(0, len(dataset), _CHECKED):
             dataset.batch(np.arange(begin, min(begin + _CHECKED, len(dataset))))
         print(f"{split}: {len(dataset):,} examples, {dataset.num_tokens:,} tokens, as written")
+
+
+def _summary(folder: Path, statistics: dict[str, int], report: Report | None = None) -> str:
+    """Describes finished data, and the time that each stage took."""
+    lines = [
+        f"{folder}: {statistics['documents']:,} documents, "
+        f"{statistics['duplicates']:,} duplicates left out"
+    ]
+    for split in SPLITS:
+        counts = (
+            f"{statistics[f'{split}_{what}']:,} {what}"
+            for what in ("documents", "examples", "tokens")
+        )
+        lines.append(f"{split}: {', '.join(counts)}{_lengths(folder / split)}")
+    for name, stage in (report.stages if report else {}).items():
+        rate = f"{stage.bytes / 1e6 / stage.worker_seconds:.1f} MB/s a worker"
+        text = f", {stage.bytes / 1e6:,.1f} MB of text, {rate}" if stage.bytes else ""
+        lines.append(f"{name}: {stage.worker_seconds:,.1f} s of one worker{text}")
+    return "\n".join(lines)
+
+
+def _lengths(path: Path) -> str:
+    lengths = ShardDataset(path, verify=False).lengths
+    if not len(lengths):
+        return ""
+    counts = np.zeros(MAX_LENGTH + 1, np.int64)
+    for begin in range(0, len(lengths), AT_ONCE):  # of all at once, a large corpus has billions
+        counts += np.bincount(lengths[begin : begin + AT_ONCE], minlength=len(counts))
+    up_to = np.cumsum(counts)
+    places = np.multiply(_QUANTILES, len(lengths))
+    quarter, middle, three_quarters, most = np.searchsorted(up_to, places)
+    return (
+        f"; lengths: mean {lengths.mean():.1f}, quartiles {quarter}, {middle}, {three_quarters}, "
+        f"95 % up to {most}, longest {lengths.max()}"
+    )

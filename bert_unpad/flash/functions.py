@@ -124,7 +124,7 @@ def flash_attn_qkvpacked_func(
     batch, tokens, _, heads, head_dim = qkv.shape
     out, lse = _attend_to_self(
         qkv.flatten(0, 1), _starts(batch, tokens, qkv.device), tokens,
-        dropout_p, softmax_scale, _window(name, window_size, causal), 0,
+        dropout_p, softmax_scale, _window(name, window_size, causal),
     )  # fmt: skip
     lse = lse.view(heads, batch, tokens).transpose(0, 1)
     return _result(out.view(batch, tokens, heads, head_dim), lse, return_attn_probs)
@@ -169,7 +169,7 @@ def flash_attn_varlen_qkvpacked_func(
     _refuse(name, softcap=softcap, alibi_slopes=alibi_slopes)
     _check_dims(name, 4, "[tokens, 3, heads, head_dim]", qkv=qkv)
     window = _window(name, window_size, causal)
-    out, lse = _attend_to_self(qkv, cu_seqlens, max_seqlen, dropout_p, softmax_scale, window, 0)
+    out, lse = _attend_to_self(qkv, cu_seqlens, max_seqlen, dropout_p, softmax_scale, window)
     return _result(out, lse, return_attn_probs)
 
 
@@ -257,13 +257,11 @@ def _attend_to_self(
     dropout_p: float,
     scale: float | None,
     window: Window,
-    heads: int,
 ) -> tuple[Tensor, Tensor]:
-    """qkv as `bert_unpad.ops.varlen_attention` takes it; heads: of the queries, 0 for a dimension
-    of 3."""
+    """Returns the attention of qkv [tokens, 3, heads, head_dim], and its log-sum-exp."""
     rng = _rng.draw(dropout_p, None, qkv.device)
     return _ops.varlen_attention(
-        qkv, cu_seqlens, longest, scale_of(qkv, scale), dropout_p, rng, None, None, heads, *window
+        qkv, cu_seqlens, longest, scale_of(qkv, scale), dropout_p, rng, None, None, 0, *window
     )
 
 

@@ -20,14 +20,13 @@ from bert_unpad.pretrain.growth import Growth, Setting, make_growth
 from bert_unpad.pretrain.interrupt import StopRequest
 from bert_unpad.pretrain.loop import Trainer
 from bert_unpad.pretrain.model import build_model, check_model
-from bert_unpad.pretrain.output.check_folders import check_folders
 from bert_unpad.pretrain.output.checkpoint import Checkpointer
 from bert_unpad.pretrain.output.checkpoint_files import newest_checkpoint
 from bert_unpad.pretrain.output.metrics import drop_later_examples
 from bert_unpad.pretrain.output.mlperf_log import MlperfLog
 from bert_unpad.pretrain.output.report import is_reported, write_report
+from bert_unpad.pretrain.output.run_folder import check_folders, save_settings
 from bert_unpad.pretrain.output.run_lock import RunLock, run_lock
-from bert_unpad.pretrain.output.settings import save_settings
 from bert_unpad.pretrain.parallel import WAYS
 from bert_unpad.pretrain.prepared_data import DATA_ERRORS, open_data, short_examples
 from bert_unpad.pretrain.ranks import Ranks

@@ -19,10 +19,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bert_unpad.data import DamagedDataError, DataConfig, prepare
+from bert_unpad.data import DamagedDataError, DataConfig, cli, prepare
 from bert_unpad.data.cli import main
 from bert_unpad.data.formats.sources import open_source
-from bert_unpad.data.preparation import summary
 from bert_unpad.data.preparation.locks import build_lock
 from bert_unpad.data.preparation.ordered_sources import divide
 from bert_unpad.data.preparation.pipeline import Pipeline
@@ -54,7 +53,7 @@ def prepared(text, tmp_path_factory):
 
 
 def test_summary_and_what_is_written(text, prepared, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(summary, "AT_ONCE", 100)
+    monkeypatch.setattr(cli, "AT_ONCE", 100)
     assert main(arguments(text, tmp_path / "out", "--workers", "2", "--memory", "1.5")) == 0
     said = capsys.readouterr().out
     data = prepare(DataConfig(f"shards:{prepared}", max_seq_length=48), progress=False)

@@ -14,7 +14,7 @@ import yaml
 from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import ConfigError, read_config
 from bert_unpad.pretrain.model import check_model
-from bert_unpad.pretrain.output.check_folders import check_folders
+from bert_unpad.pretrain.output.run_folder import check_folders
 from bert_unpad.pretrain.ranks import Ranks, threads_per_process
 from tests.support.pretrain_runs import tiny_settings, write_corpus
 

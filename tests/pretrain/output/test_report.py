@@ -25,7 +25,7 @@ from bert_unpad.pretrain.output.display import Display
 from bert_unpad.pretrain.output.matmul_peak import MatmulPeak, measure_matmul_peak
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.output.model_card import write_model_card
-from bert_unpad.pretrain.output.settings import save_settings
+from bert_unpad.pretrain.output.run_folder import save_settings
 from bert_unpad.pretrain.ranks import threads_per_process
 from tests.support.processes import TIMEOUT, start_ranks
 
