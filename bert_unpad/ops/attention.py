@@ -246,11 +246,11 @@ def _register_backward(name: str, differentiable: list[str]) -> None:
 
     def backward(kept, dout, _dlse):
         arguments = (getattr(kept, argument) for argument in read)
-        gradients = operator(_last_contiguous(dout), *arguments, "bias_table" in kept.needed)
+        gradients = operator(_last_contiguous(dout), *arguments, kept.needs("bias_table"))
         found = zip(differentiable, gradients, strict=True)
-        return {argument: gradient for argument, gradient in found if argument in kept.needed}
+        return {argument: gradient for argument, gradient in found if kept.needs(argument)}
 
-    register_autograd(name, backward, [*read, "needed"], constant=["lse"])
+    register_autograd(name, backward, read, constant=["lse"])
 
 
 _register_backward("varlen_attention", ["qkv"])

@@ -205,7 +205,7 @@ def register_norm(name: str, constant: Sequence[str] = ()) -> None:
     register_autograd(
         name,
         _backward,
-        [*keep, "return_sum", "needed"],
+        [*keep, "return_sum"],
         ["mean", "rstd", *constant],
         unread=_unread,
     )
@@ -217,7 +217,7 @@ def _unread(kept) -> list[str]:
 
 
 def _backward(kept, dy, dsum, *_):
-    has_residual, has_bias = "residual" in kept.needed, "bias" in kept.needed
+    has_residual, has_bias = kept.needs("residual"), kept.needs("bias")
     statistics = (kept.weight, kept.mean, kept.rstd, kept.dropout_p, kept.rng, has_bias)
     dy = (
         torch.zeros_like(kept.sum if kept.return_sum else kept.x) if dy is None else dy.contiguous()

@@ -7,6 +7,7 @@ without it, PyTorch would silently treat them as zero.
 import collections
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -109,32 +110,35 @@ def register_autograd(
         backward: called with `kept`, a named tuple, and the gradient of each result, which is None
             where nothing was computed from that result; at least one is a tensor. Returns the
             gradients by the names of arguments; None, or no entry, where there is none.
-        keep: the arguments and results in `kept`. "needed" among them stands for the names of the
-            arguments that need gradients.
+        keep: the arguments and results in `kept`. Its `needs` says whether an argument, by its
+            name, needs a gradient.
         constant: the results that have no derivative.
-        unread: called with `kept` in the forward pass; returns names of tensors that the backward
-            pass of such a call does not read, and that are None in `kept` then.
+        unread: called in the forward pass with what `keep` names besides tensors; returns names of
+            tensors that the backward pass of such a call does not read, and that are None in `kept`
+            then.
     """
     schema = _schema(name)
     names = argument_names(name)
     defaults = _defaults(name)
     places = {n: i for i, n in enumerate([*names, *(result.name for result in schema.returns)])}
-    read = [n for n in keep if n != "needed"]
-    tensors = [n for n in read if n not in names or _is_tensor(schema, n)]
-    others = [n for n in read if n not in tensors]
-    kept_as = _tuple_type("Kept", [*tensors, *others, "needed"])
-    tensor_places, other_places, constant_places = (
-        [places[n] for n in part] for part in (tensors, others, constant)
+    tensors = [n for n in keep if n not in names or _is_tensor(schema, n)]
+    others = [n for n in keep if n not in tensors]
+    kept_as, others_as = (
+        _tuple_type("Kept", [*tensors, *others, "needs"]),
+        _tuple_type("Kept", others),
     )
-
-    def needed(ctx) -> set[str] | None:
-        if "needed" not in keep:
-            return None
-        return {n for n, need in zip(names, ctx.needs_input_grad, strict=False) if need}
+    take_tensors, take_others, take_constant = (
+        _picker([places[n] for n in part]) for part in (tensors, others, constant)
+    )
 
     @first_order(name)
     def by_place(ctx, saved: Sequence[Tensor | None], *gradients: Tensor | None) -> tuple:
-        found = backward(kept_as(*saved, *ctx.others, needed(ctx)), *gradients)
+        need = ctx.needs_input_grad  # not of arguments at the end that were left out
+
+        def needs(argument: str) -> bool:
+            return places[argument] < len(need) and need[places[argument]]
+
+        found = backward(kept_as(*saved, *ctx.others, needs), *gradients)
         if not places.keys() >= found.keys():
             raise KeyError(f"bert_unpad::{name} has arguments {names}, got {list(found)}")
         return (*map(found.get, names), None)
@@ -148,14 +152,13 @@ def register_autograd(
             results = output if isinstance(output, tuple) else (output,)
             # The dispatcher cuts off arguments at the end that have their default values.
             values = (*inputs, *defaults[len(inputs) :], *results)
-            saved = [values[place] for place in tensor_places]
-            ctx.others = [values[place] for place in other_places]
+            saved, ctx.others = take_tensors(values), take_others(values)
             if unread is not None:
-                without = unread(kept_as(*saved, *ctx.others, None))
+                without = unread(others_as(*ctx.others))
                 saved = [None if n in without else t for n, t in zip(tensors, saved, strict=True)]
             ctx.save_for_backward(*saved)
             if constant:
-                ctx.mark_non_differentiable(*[values[place] for place in constant_places])
+                ctx.mark_non_differentiable(*take_constant(values))
             return output
 
         @staticmethod
@@ -170,6 +173,13 @@ def register_autograd(
         return Node.apply(*args, call)
 
     _register_kernel(name, derive)
+
+
+def _picker(places: Sequence[int]) -> Callable[[tuple], tuple]:
+    """What takes the elements at these places out of a tuple."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)
 
 
 def _tuple_type(title: str, names: Sequence[str]) -> Callable[..., Any]:
@@ -197,12 +207,12 @@ def register_no_autograd(name: str) -> None:
 
 def _register_kernel(name: str, derive: Callable[[Callable, tuple], Any]) -> None:
     """Registers what runs before the kernels of a device: `derive` where gradients are needed."""
-    operator = getattr(torch.ops.bert_unpad, name).default
+    kernels = getattr(torch.ops.bert_unpad, name).default
 
     def kernel(keyset: DispatchKeySet, *args: Any) -> Any:
         def call(args: Sequence[Any]) -> Any:
             with _AutoDispatchBelowAutograd():
-                return operator.redispatch(keyset & _after_autograd_keyset, *args)
+                return kernels.redispatch(keyset & _after_autograd_keyset, *args)
 
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, args)
