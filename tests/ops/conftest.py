@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support import (  # noqa: F401 (operators of `block` and `ptx`)
+    model_attention,
     model_clip,
     model_embedding,
     model_gelu,
@@ -23,6 +24,7 @@ from tests.support import (  # noqa: F401 (operators of `block` and `ptx`)
     model_rotary,
     model_signs,
 )
+from tests.support.attention_cases import Kernels
 from tests.support.backends import BACKENDS, Backend
 from tests.support.samples import leave_out, ptx_cases
 
@@ -56,3 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with Backend(request.param).active() as active:
         yield active
+
+
+@pytest.fixture
+def kernels(
+    request: pytest.FixtureRequest, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> Kernels:
+    """Those of attention that the test names; see `kinds` of tests/support/attention_cases.py."""
+    return Kernels(request.param, backend, monkeypatch)
