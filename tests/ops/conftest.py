@@ -18,6 +18,7 @@ from tests.support import (  # noqa: F401 (operators of `block` and `ptx`)
     model_attention,
     model_clip,
     model_embedding,
+    model_fp8,
     model_gelu,
     model_linear,
     model_loss,
