@@ -14,11 +14,10 @@ from tests.support.processes import TIMEOUT
 
 @pytest.mark.slow
 def test_one_case_of_each_gpu_test():
-    command = [sys.executable, "-m", "pytest", "-p", "tests.support.gpu_rehearsal"]
-    command += ["tests/cuda", "tests/ops"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.gpu_rehearsal", "tests/cuda"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 40
 
 
 LOST = """

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from bert_unpad import ops
-from bert_unpad.ops.fp8 import quantize_by
 from bert_unpad.ops.norm_fp8 import dropout_add_norm_fp8
 from tests.cuda.test_fp8 import draw, pytestmark  # noqa: F401
 from tests.cuda.test_gelu_fp8 import scale
 from tests.support.cuda_checks import (
-    DTYPES,
     assert_graph_takes_new_values,
     assert_runs_on_the_current_stream,
     assert_same_bits,
 )
-from tests.support.op_checks import RNG
-
-# Rows of a warp, with one, three and four groups of columns a lane, and rows of a block.
-SHAPES = [(0, 16), (1, 16), (3000, 64), (66, 80), (4097, 768), (5000, 1024), (70, 1040)]
 
 
 def leaves_of(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
@@ -32,28 +24,6 @@ def leaves_of(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
 
 def bytes_of(q: Tensor) -> Tensor:
     return q.flatten().view(torch.uint8)
-
-
-@pytest.mark.sanitizer
-@pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_bits_are_those_of_two_steps(shape, dtype, p):
-    (dy,) = draw(shape, dtype=dtype, seed=2)
-    results = []
-    for together in (True, False):
-        x, residual, weight, bias, x_bias = leaves = leaves_of(shape, dtype)
-        settings = {"dropout_p": p, "x_bias": x_bias, "rng": RNG.cuda()}
-        given = scale(0.01)
-        if together:
-            y, (q, kept, _) = dropout_add_norm_fp8(x, residual, weight, bias, given, **settings)
-        else:
-            y = ops.dropout_add_layer_norm(x, residual, weight, bias, **settings)
-            q, kept, _ = quantize_by(y.detach(), False, True, given)
-        y.backward(dy)
-        largest = given.largest.max()
-        results.append([y, bytes_of(q), bytes_of(kept), largest, *(t.grad for t in leaves)])
-    assert_same_bits(*results)
 
 
 def test_streams_graphs_and_repetition():

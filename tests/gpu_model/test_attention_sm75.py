@@ -11,8 +11,17 @@ import torch
 from gpu_model import build
 from gpu_model.block_model import POLICIES
 from gpu_model.ptx.interpreter import Program
-from tests.support.attention_cases import PARTS, random_buckets
-from tests.support.model_attention import FUSED, SPLIT, attention, compare, model, ptx_of
+from tests.support.attention_cases import (
+    FUSED,
+    PARTS,
+    SPLIT,
+    Case,
+    compare,
+    random_buckets,
+    with_gradients,
+)
+from tests.support.backends import OnTheModel
+from tests.support.model_attention import model, ptx_of
 from tests.support.model_checks import NEEDED
 from tests.support.seeds import derived
 
@@ -23,42 +32,44 @@ LENGTHS = [33, 0, 130, 5]
 
 
 @pytest.fixture(autouse=True)
-def kernels():
-    kernels = model()
-    kernels.configure()
-    kernels.set_device((7, 5), FUSED)
-    return kernels
+def on_model():
+    """Operators run there."""
+    with OnTheModel() as mode:
+        mode.capability, mode.multiprocessors = (7, 5), FUSED
+        yield mode
 
 
 @pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_every_head_dim_has_room(kernels, head_dim, sms):
+def test_every_head_dim_has_room(on_model, head_dim, sms):
     """A launch with more shared memory than a block can have is an error."""
     torch.manual_seed(derived(head_dim))
-    kernels.set_device((7, 5), sms)
-    compare(torch.float16, LENGTHS, head_dim=head_dim, p=0.1)
+    on_model.multiprocessors = sms
+    compare(Case(LENGTHS, head_dim=head_dim, p=0.1), torch.float16)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_windows_and_biases_have_room(head_dim):
     torch.manual_seed(derived(head_dim))
-    compare(torch.float16, LENGTHS, head_dim=head_dim, kv_heads=1, window=(20, 7), p=0.1)
-    buckets = random_buckets(12, 7)
-    compare(torch.float16, [70, 0, 5], head_dim=head_dim, buckets=buckets, parts=PARTS, p=0.1)
+    case = Case(LENGTHS, head_dim=head_dim, kv_heads=1, window=(20, 7), p=0.1)
+    compare(case, torch.float16)
+    bias = {"buckets": random_buckets(12, 7), "parts": PARTS}
+    compare(Case([70, 0, 5], head_dim=head_dim, p=0.1, **bias), torch.float16)
 
 
 def test_fp32():
     torch.manual_seed(derived(1))
-    compare(torch.float32, LENGTHS, p=0.1)
+    compare(Case(LENGTHS, p=0.1), torch.float32)
 
 
-def test_bf16_is_refused(kernels):
-    q, k, v, dout = (torch.randn(8, 2, 64).bfloat16() for _ in range(4))
+def test_bf16_is_refused(on_model):
+    case = Case([8])
+    inputs, dout = case.inputs(torch.bfloat16), case.dout(torch.bfloat16)
     message = r"varlen_attention: bfloat16 needs .* 8\.0 or later, this one has 7\.5; use float16"
     with pytest.raises(RuntimeError, match=message):
-        attention(q, k, v, None, [8], [8])
-    kernels.set_device((8, 0), FUSED)
-    attention(q, k, v, dout, [8], [8])
+        case.ours(inputs)
+    on_model.capability = (8, 0)
+    with_gradients(case.ours, inputs, dout)
 
 
 @pytest.fixture(scope="module")
@@ -82,20 +93,21 @@ def test_instructions_are_those_that_there_are(compiled):
         (r"bar\.sync\s+0;", "", NEEDED),
     ],
 )
-def test_mistakes_are_found(kernels, compiled, pattern, replacement, fault):
+def test_mistakes_are_found(compiled, pattern, replacement, fault):
     torch.manual_seed(derived(3))
     text, count = re.subn(pattern, replacement, compiled["attention_d64.cu"])
     assert count > 0
     wrong = pytest.raises(RuntimeError, match=fault) if fault else pytest.raises(AssertionError)
-    with kernels.running(Program({"attention_d64.cu": text})), wrong:
-        compare(torch.float16, [70], heads=1)
+    with model().running(Program({"attention_d64.cu": text})), wrong:
+        compare(Case([70], heads=1), torch.float16)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("head_dim", "p"), [(64, 0.0), (64, 0.1), (128, 0.1)])
-def test_compiled_kernels_match_the_reference(kernels, compiled, head_dim, p, policy):
+def test_compiled_kernels_match_the_reference(on_model, compiled, head_dim, p, policy):
     torch.manual_seed(derived(head_dim))
-    kernels.configure(policy, seed=2)
-    with kernels.running(Program(compiled)):
-        compare(torch.float16, [70, 0, 17], head_dim=head_dim, p=p)
-        compare(torch.float16, [33], [5], head_dim=head_dim, window=(3, -1), p=p)
+    on_model.policy = policy
+    with model().running(Program(compiled)):
+        compare(Case([70, 0, 17], head_dim=head_dim, p=p), torch.float16)
+        case = Case([5], [33], head_dim=head_dim, window=(3, -1), p=p)
+        compare(case, torch.float16)

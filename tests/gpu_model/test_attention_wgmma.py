@@ -1,225 +1,67 @@
-"""The attention kernels with wgmma, on the model of a block, as an H100 would run them.
+"""The attention kernels with wgmma, on the model of a block, as an H100 would run them: that each
+barrier, wait and fence is needed, and which launches take them.
 
-Values and gradients against the plain reference, dropout masks against the CPU operator, the same
-bits from every schedule and every order of threads, and a check that each barrier, wait and fence
-is needed.
+What they compute is in tests/ops, for every backend.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from bert_unpad import ops
-from bert_unpad.batch import VarlenBatch
-from gpu_model.block_model import POLICIES
 from gpu_model.build import compiler
-from tests.support.attention_cases import PARTS, random_buckets, random_positions
-from tests.support.model_attention import (
+from tests.support.attention_cases import (
     FUSED,
     MMA,
-    NAMES,
+    PARTS,
     SPLIT,
     WGMMA,
-    attention,
-    bias_terms,
+    Case,
     compare,
-    model,
+    random_buckets,
+    with_gradients,
 )
+from tests.support.backends import OnTheModel
+from tests.support.model_attention import model
 from tests.support.model_checks import assert_every_site_is_needed
-from tests.support.op_checks import RNG
 from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
-BF16, FP16 = torch.bfloat16, torch.float16
-DTYPES = [BF16, FP16]
-# Around tiles of 64 keys and blocks of 64 and 128 queries.
-EDGES = [200, 0, 1, 15, 16, 17, 63, 64, 65, 129]
+BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def kernels():
-    kernels = model()
-    kernels.configure()
-    kernels.set_device(WGMMA, FUSED)
-    kernels.statistics(reset=True)
-    return kernels
+def on_model() -> Iterator[OnTheModel]:
+    """Operators run there, on a GPU whose multiprocessors every batch fills."""
+    with OnTheModel() as mode:
+        mode.policy, mode.capability, mode.multiprocessors = "in_order", WGMMA, FUSED
+        model().statistics(reset=True)
+        yield mode
 
 
-def inputs(lengths: list[int], dtype: torch.dtype = BF16, heads: int = 2):
-    """q, k, v as views of one packed qkv, and dout."""
-    total = sum(lengths)
-    qkv = torch.randn(total, 3, heads, 64).to(dtype)
-    return (*qkv.unbind(1), torch.randn(total, heads, 64).to(dtype))
-
-
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_matches_the_reference(dtype, p):
-    torch.manual_seed(derived(0))
-    compare(dtype, EDGES, p=p)
-
-
-@pytest.mark.parametrize("lengths", [[64, 3], [127, 128], [191, 192, 193], [449]], ids=str)
-def test_lengths_of_several_tiles(lengths):
-    torch.manual_seed(derived(1))
-    compare(BF16, lengths, heads=1, p=0.1)
-
-
-@pytest.mark.parametrize("p", [0.1, 0.0, 0.5])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_two_backward_kernels_where_whole_heads_leave_multiprocessors_idle(kernels, dtype, p):
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_two_backward_kernels_for_sequences_that_shared_memory_cannot_hold(
+    dtype: torch.dtype,
+) -> None:
     torch.manual_seed(derived(2))
-    kernels.set_device(WGMMA, SPLIT)
-    compare(dtype, [*EDGES, 330], p=p)
+    compare(Case([580, 3], heads=1, p=0.1), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_two_backward_kernels_for_sequences_that_shared_memory_cannot_hold(dtype):
-    torch.manual_seed(derived(2))
-    compare(dtype, [580, 3], heads=1, p=0.1)
-
-
-def test_the_kernels_of_other_gpus_instead(kernels, monkeypatch):
+def test_the_kernels_of_other_gpus_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(derived(2))
     monkeypatch.setenv("BERT_UNPAD_WGMMA", "0")
-    kernels.forget_sites()
-    compare(BF16, [70, 17], p=0.1)
-    assert "copy_async_wait" in {site.kind for site in kernels.sites()}
-    assert "wgmma_wait" not in {site.kind for site in kernels.sites()}
+    model().forget_sites()
+    compare(Case([70, 17], p=0.1), BF16)
+    assert "copy_async_wait" in {site.kind for site in model().sites()}
+    assert "wgmma_wait" not in {site.kind for site in model().sites()}
     monkeypatch.setenv("BERT_UNPAD_WGMMA", "no")
     with pytest.raises(RuntimeError, match="BERT_UNPAD_WGMMA must be 0 or 1, got no"):
-        compare(BF16, [3])
-
-
-@pytest.mark.parametrize("sms", [FUSED, SPLIT])
-@pytest.mark.parametrize("scale", [-0.3, 1.0])
-def test_any_scale(kernels, scale, sms):
-    torch.manual_seed(derived(3))
-    kernels.set_device(WGMMA, sms)
-    compare(BF16, [70, 12], scale=scale)
-
-
-@pytest.mark.parametrize("sms", [FUSED, SPLIT])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_queries_and_keys_of_different_lengths(kernels, dtype, sms):
-    torch.manual_seed(derived(4))
-    kernels.set_device(WGMMA, sms)
-    compare(dtype, [3, 0, 40, 17, 0, 80, 130], [70, 5, 33, 200, 0, 20, 65], p=0.1)
-
-
-@pytest.mark.parametrize("sms", [FUSED, SPLIT])
-def test_queries_without_keys_and_keys_without_queries(kernels, sms):
-    kernels.set_device(WGMMA, sms)
-    q, dout = (torch.randn(5, 2, 64).to(BF16) for _ in range(2))
-    k, v = (torch.randn(4, 2, 64).to(BF16) for _ in range(2))
-    results = attention(q, k, v, dout, [5, 0], [0, 4])
-    assert torch.equal(results["lse"], torch.full((2, 5), -torch.inf))
-    for name in NAMES:
-        assert torch.equal(results[name], torch.zeros_like(results[name])), name
-
-
-@pytest.mark.parametrize("window", [(-1, 0), (0, 1), (5, 9), (64, 64), (31, -1), (500, 500)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_windows(dtype, window):
-    torch.manual_seed(derived(20))
-    compare(dtype, [200, 0, 1, 17, 129], window=window, p=0.1)
-
-
-@pytest.mark.parametrize("window", [(-1, -1), (40, 10)])
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "p"), [(4, 2, 0.1), (3, 1, 0.0)])
-def test_grouped_heads_and_positions(heads, kv_heads, p, given, window):
-    torch.manual_seed(derived(2))
-    q_lengths, k_lengths = [3, 0, 90, 17, 4, 70], [70, 5, 33, 129, 0, 150]
-    positions = random_positions(q_lengths, k_lengths) if given else None
-    options = {"window": window, "positions": positions, "p": p}
-    compare(BF16, q_lengths, k_lengths, heads=heads, kv_heads=kv_heads, **options)
-
-
-@pytest.mark.parametrize("scale", [-0.3, 1.0])
-def test_any_scale_with_a_window(scale):
-    torch.manual_seed(derived(3))
-    compare(BF16, [70, 12], scale=scale, window=(20, 5), p=0.1)
-
-
-def test_strides_do_not_matter():
-    torch.manual_seed(derived(5))
-    lengths = [20, 65]
-    wide = torch.randn(85, 4, 3, 80).to(BF16)  # heads and rows far apart
-    q, k, v = (wide[:, :2, i, :64] for i in range(3))
-    dout = torch.randn(2, 85, 64).to(BF16).transpose(0, 1)
-    strided = attention(q, k, v, dout, lengths, lengths, p=0.1, rng=RNG)
-    plain = attention(*(x.contiguous() for x in (q, k, v, dout)), lengths, lengths, p=0.1, rng=RNG)
-    assert all(torch.equal(strided[name], plain[name]) for name in plain)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_masks_are_those_of_the_cpu_operator(dtype, p):
-    """With one-hot values the output shows which weights were kept, 64 keys at a time."""
-    torch.manual_seed(derived(6))
-    lengths = [150, 33]
-    q, k, _, _ = inputs(lengths, dtype)
-    batch = VarlenBatch.from_lengths(lengths)
-    for first in range(0, max(lengths), 64):
-        v = torch.zeros_like(q)
-        for start, length in ((0, 150), (150, 33)):
-            keys = torch.arange(length)[first : first + 64]
-            v[start + keys, :, keys - first] = 1
-        ours = attention(q, k, v, None, lengths, lengths, p=p, rng=RNG)["out"]
-        cpu = ops.varlen_attention(torch.stack([q, k, v], 1), batch, dropout_p=p, rng=RNG)
-        assert torch.equal(ours == 0, cpu == 0)
-        assert (ours == 0).sum() > 0
-
-
-# Windows and multiprocessors with which each backward pass runs.
-KERNELS = pytest.mark.parametrize(
-    ("window", "sms"),
-    [((-1, -1), FUSED), ((-1, -1), SPLIT), ((70, 40), FUSED)],
-    ids=["fused", "two_kernels", "window"],
-)
-
-
-@KERNELS
-def test_same_bits_from_every_schedule(kernels, window, sms):
-    torch.manual_seed(derived(7))
-    kernels.set_device(WGMMA, sms)
-    lengths = [20, 140, 0, 64, 100, 7, 65]
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    q, k, v, dout = inputs(lengths)
-
-    def run(**schedule: object) -> dict[str, Tensor]:
-        options = {"p": 0.1, "rng": RNG, "window": window}
-        return attention(q, k, v, dout, lengths, lengths, **options, **schedule)
-
-    as_they_lie = run()
-    for schedule in (
-        {"order": order},
-        {"order": order, "groups": [(1, 140, 140), (1, 100, 100), (2, 65, 65), (3, 20, 20)]},
-        {"order": order, "groups": [(0, 0, 0), (7, 140, 140)]},
-        {"max_seqlen": 500},
-    ):
-        other = run(**schedule)
-        for name, x in as_they_lie.items():
-            assert torch.equal(x, other[name]), (name, schedule)
-
-
-@KERNELS
-def test_same_bits_from_every_order_of_threads(kernels, window, sms):
-    torch.manual_seed(derived(8))
-    kernels.set_device(WGMMA, sms)
-    lengths = [200, 16, 70]
-    q, k, v, dout = inputs(lengths, heads=1)
-    options = {"p": 0.1, "rng": RNG, "window": window}
-    first = attention(q, k, v, dout, lengths, lengths, **options)
-    for policy in POLICIES:
-        for seed in (1, 2):
-            kernels.configure(policy, seed)
-            again = attention(q, k, v, dout, lengths, lengths, **options)
-            assert all(torch.equal(first[name], again[name]) for name in first)
+        compare(Case([3]), BF16)
 
 
 SYNCHRONISATION = {"copy_async_wait", "fence_shared", "sync_block", "wgmma_wait"}
@@ -233,13 +75,15 @@ def fences(level: str | None) -> set[str]:
 
 @pytest.mark.parametrize("window", [(-1, -1), (70, 0)])
 @pytest.mark.parametrize("queries", [64, 130], ids=["one_warpgroup", "two_warpgroups"])
-def test_every_barrier_wait_and_fence_is_needed(kernels, level, window, queries):
+def test_every_barrier_wait_and_fence_is_needed(
+    level: str | None, window: tuple[int, int], queries: int
+) -> None:
     torch.manual_seed(derived(9))
-    q = torch.randn(queries, 1, 64).to(BF16)
-    k, v = (torch.randn(300, 1, 64).to(BF16) for _ in range(2))  # more tiles than stages
+    case = Case([300], [queries], heads=1, window=window)  # more tiles than stages
+    inputs = case.inputs(BF16)
     sites = assert_every_site_is_needed(
-        kernels,
-        lambda: attention(q, k, v, None, [queries], [300], window=window),
+        model(),
+        lambda: case.ours(inputs),
         policies=["in_order"],
         but={"wgmma_fence"} - fences(level),
     )
@@ -258,19 +102,17 @@ def test_every_barrier_wait_and_fence_is_needed(kernels, level, window, queries)
     ],
 )
 def test_every_barrier_wait_and_fence_of_the_backward_pass_is_needed(
-    kernels, level, keys, heads, window, parts, sms
-):
+    on_model: OnTheModel, level: str | None, keys: int, heads: int, window: tuple[int, int],
+    parts: tuple[str, ...], sms: int,
+) -> None:  # fmt: skip
     torch.manual_seed(derived(10))
-    kernels.set_device(WGMMA, sms)
-    q, dout = (torch.randn(140, heads, 64).to(BF16) for _ in range(2))
-    kv, bias = torch.randn(keys, 2, 1, 64).to(BF16), None
-    if parts:
-        buckets = random_buckets(20, 6)
-        terms = bias_terms(BF16, q, kv, buckets, parts)
-        bias = (buckets, *(terms[name] for name in parts))
+    on_model.multiprocessors = sms
+    case = Case([keys], [140], heads=heads, kv_heads=1, window=window, parts=parts)
+    case.buckets = random_buckets(20, 6) if parts else None
+    inputs, dout = case.inputs(BF16), case.dout(BF16)
     sites = assert_every_site_is_needed(
-        kernels,
-        lambda: attention(q, *kv.unbind(1), dout, [140], [keys], window=window, bias=bias),
+        model(),
+        lambda: with_gradients(case.ours, inputs, dout),
         policies=["in_order"],
         but={"wgmma_fence"} - fences(level),
     )
@@ -282,59 +124,49 @@ def test_every_barrier_wait_and_fence_of_the_backward_pass_is_needed(
         assert {site.kind for site in backward if file in site.file} >= SYNCHRONISATION
 
 
-@pytest.mark.parametrize("operand", range(3))
-def test_reading_beyond_a_buffer_is_caught(kernels, operand, monkeypatch):
+@pytest.mark.parametrize(("tokens", "rows"), [(30, 1), (80, 2), (80, 1)], ids=["q", "k", "v"])
+def test_reading_beyond_a_buffer_is_caught(
+    tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last row of an operand is left out of what kernels may read."""
-    register, count = kernels.register, iter(range(100))
+    kernels = model()
+    register = kernels.register
 
     def short(x: Tensor, writable: bool = True) -> Tensor:
-        return register(x[:-64] if next(count) == operand else x, writable)
+        return register(x[: -64 * rows] if x.numel() == 64 * tokens else x, writable)
 
     monkeypatch.setattr(kernels, "register", short)
-    q, k, v = (torch.randn(40, 1, 64).to(BF16) for _ in range(3))
+    case = Case([40], [30], heads=1)
     with pytest.raises(RuntimeError, match=r"csrc/attention/.*out of bounds"):
-        attention(q, k, v, None, [40], [40])
+        case.ours(case.inputs(BF16))
 
 
-@pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
-def test_a_table_that_differs_from_cu_seqlens_stops_the_kernel(kernels, sms):
-    kernels.set_device(WGMMA, sms)
-    q, k, v, dout = inputs([10, 10])
-    right, wrong = [(0, 0, 10, 0), (1, 10, 10, 0)], [(0, 0, 10, 0), (1, 0, 10, 0)]
-    # Compiled, these kernels stop without a message.
-    message = "(order must hold sequence, first token, length and 0|trap$)"
-    with pytest.raises(RuntimeError, match=f"varlen_attention_backward: .*{message}"):
-        attention(q, k, v, dout, [10, 10], [10, 10], order=right, backward_order=wrong)
-    with pytest.raises(RuntimeError, match=message):
-        attention(q, k, v, None, [10, 10], [10, 10], order=wrong)
-
-
-def test_which_launches_take_it(kernels):
+def test_which_launches_take_it(on_model: OnTheModel) -> None:
     """Those with ldmatrix are of the other kernels: on other devices, in other head dims."""
 
-    def other_kernels(
-        head_dim: int = 64, backward: bool = False, heads: int = 1, **options: object
-    ) -> bool:
-        q, dout = (torch.randn(5, heads, head_dim).to(BF16) for _ in range(2))
-        k, v = (torch.randn(5, 1, head_dim).to(BF16) for _ in range(2))
-        kernels.statistics(reset=True)
-        attention(q, k, v, dout if backward else None, [5], [5], **options)
-        return kernels.statistics().load_matrices > 0
+    def other_kernels(backward: bool = False, max_seqlen: int = 5, **options: Any) -> bool:
+        case = Case([5], **{"heads": 1, "kv_heads": 1} | options)
+        inputs = case.inputs(BF16)
+        model().statistics(reset=True)
+        if backward:
+            run = lambda x: case.ours(x, max_seqlen=max_seqlen)  # noqa: E731
+            with_gradients(run, inputs, case.dout(BF16))
+        else:
+            case.ours(inputs)
+        return model().statistics().load_matrices > 0
 
     assert not other_kernels()
     assert not other_kernels(backward=True)
-    bias = (torch.zeros(3, dtype=torch.int32), torch.zeros(1, 1), None, None)
+    bias = {"buckets": torch.zeros(3, dtype=torch.int32), "parts": ["table"]}
     for backward in (False, True):
-        assert not other_kernels(window=(1, 1), backward=backward)
-        assert not other_kernels(heads=2, backward=backward)
-        assert not other_kernels(bias=bias, backward=backward)
+        for options in ({"window": (1, 1)}, {"heads": 2}, bias):
+            assert not other_kernels(backward, **options)
     for head_dim in (32, 96, 128):
-        assert other_kernels(head_dim)
+        assert other_kernels(head_dim=head_dim)
     assert not other_kernels(backward=True, max_seqlen=5000)
-    kernels.set_device(WGMMA, SPLIT)
-    assert not other_kernels(backward=True)
-    assert not other_kernels(window=(1, 1), backward=True)
-    assert not other_kernels(bias=bias, backward=True)
-    for device in ((8, 0), MMA):
-        kernels.set_device(device, FUSED)
+    on_model.multiprocessors = SPLIT
+    for options in ({}, {"window": (1, 1)}, bias):
+        assert not other_kernels(backward=True, **options)
+    on_model.multiprocessors = FUSED
+    for on_model.capability in ((8, 0), MMA):
         assert other_kernels()

@@ -1,11 +1,11 @@
-"""The linear layer's GPU products, run on a model of cuBLASLt (gpu_model/cublaslt.h)."""
+"""Which of cuBLASLt's algorithms the linear layer's GPU products take, on a model of cuBLASLt
+(gpu_model/cublaslt.h). What they compute is in tests/ops, for every backend."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from gpu_model import build
 from gpu_model.block_model import Model
@@ -13,7 +13,6 @@ from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/common/types.h
-LOW = (torch.bfloat16, torch.float16)
 
 
 FASTEST = 1  # 1 ms, where the others take 3 and 2
@@ -63,76 +62,6 @@ def check(got, want):
     """One rounding of a sum."""
     tolerance = 2 * torch.finfo(got.dtype).eps
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
-
-
-# One token; tokens that fill no bucket; a whole bucket and one more.
-TOKENS = (1, 37, 129)
-SIZES = (24, 40)
-
-
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_forward(library, dtype, tokens):
-    in_features, out_features = SIZES
-    x, weight, bias = inputs(
-        library, dtype, (tokens, in_features), (out_features, in_features), (out_features,)
-    )
-    sizes = (DTYPES[dtype], tokens, in_features, out_features)
-    want = x.double() @ weight.double().T
-    y = output(library, (tokens, out_features), dtype)
-    library.call("linear_forward", *sizes, x, weight, None, y, None)
-    check(y, want)
-    library.call("linear_forward", *sizes, x, weight, bias, y, None)
-    check(y, want + bias.double())
-    pre = output(library, (tokens, out_features), dtype)
-    library.call("linear_forward", *sizes, x, weight, bias, y, pre)
-    check(pre, want + bias.double())
-    check(y, F.gelu(want + bias.double(), approximate="tanh"))
-
-
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_gradient_of_the_input(library, dtype, tokens):
-    in_features, out_features = SIZES
-    dy, weight, other = inputs(
-        library,
-        dtype,
-        (tokens, out_features),
-        (out_features, in_features),
-        (tokens, in_features),
-        seed=1,
-    )
-    sizes = (DTYPES[dtype], tokens, in_features, out_features)
-    want = dy.double() @ weight.double()
-    dx = output(library, (tokens, in_features), dtype)
-    library.call("linear_dgrad", *sizes, dy, weight, None, None, dx)
-    check(dx, want)
-    library.call("linear_dgrad", *sizes, dy, weight, other, None, dx)
-    check(dx, want + other.double())
-    library.call("linear_dgrad", *sizes, dy, weight, None, other, dx)
-    pre = other.double().requires_grad_()
-    F.gelu(pre, approximate="tanh").backward(want)
-    check(dx, pre.grad)
-
-
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_gradient_of_the_weight(library, dtype, tokens):
-    in_features, out_features = SIZES
-    dy, x = inputs(library, dtype, (tokens, out_features), (tokens, in_features), seed=2)
-    sizes = (DTYPES[dtype], tokens, in_features, out_features)
-    want = dy.double().T @ x.double()
-    for out_dtype in (dtype, torch.float32):
-        dweight = output(library, (out_features, in_features), out_dtype)
-        dbias = output(library, (out_features,), out_dtype)
-        library.call("linear_wgrad", *sizes, dy, x, False, dweight, DTYPES[out_dtype], None)
-        check(dweight, want)
-        library.call("linear_wgrad", *sizes, dy, x, False, dweight, DTYPES[out_dtype], dbias)
-        check(dweight, want)
-        check(dbias, dy.double().sum(0))
-        before = dweight.double()
-        library.call("linear_wgrad", *sizes, dy, x, True, dweight, DTYPES[out_dtype], None)
-        check(dweight, before + want)
 
 
 def aligned(library, values, offset=0):

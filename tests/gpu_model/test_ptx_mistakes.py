@@ -13,7 +13,9 @@ from gpu_model.block_model import POLICIES
 from gpu_model.ptx import compiler
 from gpu_model.ptx.interpreter import Program
 from tests.support import model_norm
-from tests.support.model_attention import FUSED, MMA, SPLIT, WGMMA, compare, model
+from tests.support.attention_cases import FUSED, MMA, SPLIT, WGMMA, Case, compare
+from tests.support.backends import OnTheModel
+from tests.support.model_attention import model
 from tests.support.model_checks import NEEDED
 from tests.support.op_checks import RNG
 from tests.support.seeds import derived
@@ -66,32 +68,29 @@ MISTAKES = {
 
 
 @pytest.fixture
-def kernels():
-    kernels = model()
-    kernels.configure()
-    kernels.set_device(MMA, FUSED)
-    yield kernels
-    kernels.configure()
+def on_model():
+    """Operators run there."""
+    with OnTheModel() as mode:
+        mode.policy, mode.capability, mode.multiprocessors = "in_order", MMA, FUSED
+        yield mode
 
 
 def run(dtype: torch.dtype = torch.bfloat16) -> None:
     torch.manual_seed(derived(1))
-    compare(dtype, [70, 17], heads=1, p=0.1)
+    compare(Case([70, 17], heads=1, p=0.1), dtype)
 
 
 @pytest.mark.parametrize("sms", [FUSED, SPLIT], ids=["fused", "split"])
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_in_attention(kernels, name, sms):
+def test_mistakes_in_attention(on_model, name, sms):
     pattern, replacement, message = MISTAKES[name]
-    kernels.set_device(MMA, sms)
+    on_model.multiprocessors = sms
     program = edited("attention", pattern, replacement, "d64")
-    for policy in POLICIES:
-        kernels.configure(policy, seed=1)
+    for on_model.policy in POLICIES:
         error = (AssertionError, RuntimeError) if message is None else RuntimeError
-        with kernels.running(program), pytest.raises(error, match=message):
+        with model().running(program), pytest.raises(error, match=message):
             run()
-    kernels.configure()
-    with kernels.running(Program(texts("attention"))):
+    with model().running(Program(texts("attention"))):
         run()  # without the mistake
 
 
@@ -112,21 +111,20 @@ WGMMA_MISTAKES = {
 
 
 @pytest.mark.parametrize("name", WGMMA_MISTAKES)
-def test_mistakes_in_attention_with_wgmma(kernels, name):
+def test_mistakes_in_attention_with_wgmma(on_model, name):
     pattern, replacement, message = WGMMA_MISTAKES[name]
-    kernels.set_device(WGMMA, FUSED)
+    on_model.capability = WGMMA
     program = edited("attention", pattern, replacement, "d64_sm90a")
-    for policy in POLICIES:
-        kernels.configure(policy, seed=1)
+    for on_model.policy in POLICIES:
         error = (AssertionError, RuntimeError) if message is None else RuntimeError
-        with kernels.running(program), pytest.raises(error, match=message):
+        with model().running(program), pytest.raises(error, match=message):
             run()
 
 
-def test_mistakes_in_addresses(kernels):
+def test_mistakes_in_addresses(on_model):
     """Rows further on than there is memory."""
     program = edited("attention", r"(cp\.async\.cg\S+ \[%\w+\], \[%\w+)\]", r"\1+1048576]", "d64")
-    with kernels.running(program), pytest.raises(RuntimeError, match="global memory"):
+    with model().running(program), pytest.raises(RuntimeError, match="global memory"):
         run()
 
 

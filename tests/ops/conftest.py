@@ -13,16 +13,21 @@ from itertools import chain
 import pytest
 import torch
 
+from bert_unpad.ops import matmul
 from tests.support import (  # noqa: F401 (operators of `block` and `ptx`)
+    model_attention,
     model_clip,
     model_embedding,
+    model_fp8,
     model_gelu,
+    model_linear,
     model_loss,
     model_norm,
     model_optim,
     model_rotary,
     model_signs,
 )
+from tests.support.attention_cases import Kernels
 from tests.support.backends import BACKENDS, Backend
 from tests.support.samples import leave_out, ptx_cases
 
@@ -56,3 +61,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with Backend(request.param).active() as active:
         yield active
+
+
+@pytest.fixture
+def kernels(
+    request: pytest.FixtureRequest, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> Kernels:
+    """Those of attention that the test names; see `kinds` of tests/support/attention_cases.py."""
+    return Kernels(request.param, backend, monkeypatch)
+
+
+def _takes_epilogues(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return x.dtype != torch.float32 and not any(size % 8 for size in weight.shape)
+
+
+@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.backends("cpu")), True])
+def fused(
+    request: pytest.FixtureRequest, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Whether products are those of a GPU, with their epilogues."""
+    if backend.name == "cpu":
+        monkeypatch.setattr(matmul, "fused", lambda x, weight: request.param)
+    elif backend.name != "cuda":
+        monkeypatch.setattr(matmul, "fused", _takes_epilogues)
+        monkeypatch.setattr(matmul, "product_dtype", lambda x: x.dtype)
+    return request.param

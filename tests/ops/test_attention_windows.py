@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -11,124 +12,234 @@ from torch.library import opcheck
 
 from bert_unpad import ops
 from bert_unpad.batch import VarlenBatch
-from tests.support.attention_cases import Case, compare, random_positions, with_gradients
+from tests.support.attention_cases import (
+    DTYPES,
+    MODELS,
+    Case,
+    Kernels,
+    compare,
+    kinds,
+    random_positions,
+    with_gradients,
+)
+from tests.support.backends import Backend
 from tests.support.op_checks import (
     RNG,
-    assert_all_isas_agree,
     assert_compiles_to_the_same_bits,
-    assert_same_bits_whatever_the_threads,
     cu_seqlens,
 )
 from tests.support.seeds import derived
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-LENGTHS = [200, 0, 1, 17, 129]
-WINDOWS = [(-1, 0), (0, -1), (0, 1), (5, 9), (64, 64), (-1, 30), (31, -1), (500, 500)]
+CPU, CUDA = pytest.mark.backends("cpu"), pytest.mark.backends("cuda")
+# Around tiles of 64 keys and steps of 16 and 32, and without bounds.
+WINDOWS = [(-1, 0), (0, -1), (0, 1), (5, 9), (64, 64), (-1, 30), (31, -1), (600, 600)]
+FP32_AND_BF16 = {"dtypes": DTYPES[:2]}
+# Windows and grouped heads take the same kernels in a batch of any size.
+OF_ANY_KIND = kinds("fused", "wgmma_fused")
+OF_KIND = kinds("fused", "wgmma_fused", **FP32_AND_BF16)
+
+
+def lengths_for(backend: Backend, dtype: torch.dtype) -> list[int]:
+    """Several tiles, a part of one, one token, none."""
+    if backend.name == "cuda":
+        return [200, 0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513]
+    on_the_model = backend.name in MODELS and dtype == torch.float32
+    return [70, 0, 1, 33] if on_the_model else [200, 0, 1, 17, 129]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_windows(dtype: torch.dtype, window: tuple[int, int]) -> None:
+@OF_ANY_KIND
+def test_windows(
+    backend: Backend, kernels: Kernels, dtype: torch.dtype, window: tuple[int, int]
+) -> None:
     torch.manual_seed(derived(0))
-    compare(Case(LENGTHS, window=window, p=0.1), dtype)
+    compare(Case(lengths_for(backend, dtype), window=window, p=0.1), dtype, backend.device)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (4, 2), (6, 3), (6, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_heads(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
-    torch.manual_seed(derived(1))
-    case = Case([40, 3, 0, 90], heads=heads, kv_heads=kv_heads, window=(20, -1), p=0.1)
-    compare(case, dtype)
+@pytest.mark.parametrize("window", [(80, 1), (-1, 0), (70, -1)])
+def test_windows_that_end_anywhere_in_a_tile(backend: Backend, window: tuple[int, int]) -> None:
+    """Queries are the last keys, and see at least one full tile of them or nearly so."""
+    torch.manual_seed(derived(21))
+    sizes = list(range(120, 185))
+    case = Case(sizes, [17] * len(sizes), heads=1, head_dim=32, window=window, p=0.1)
+    compare(case, torch.bfloat16, backend.device)
 
 
-@pytest.mark.parametrize("head_dim", [1, 33, 128, 200, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_head_dims(dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(
+    "head_dim", [32, 96, 128, *(pytest.param(n, marks=CPU) for n in (1, 33, 200, 256))]
+)
+@kinds("fused", **FP32_AND_BF16)
+def test_head_dims(backend: Backend, kernels: Kernels, dtype: torch.dtype, head_dim: int) -> None:
     torch.manual_seed(derived(head_dim))
-    compare(Case([33, 0, 70], kv_heads=1, head_dim=head_dim, window=(8, 8)), dtype)
+    lengths = lengths_for(backend, dtype)
+    case = Case(lengths, kv_heads=1, head_dim=head_dim, window=(20, 40), p=0.1)
+    compare(case, dtype, backend.device)
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (10, 30)])
+@kinds("fused")
+def test_grouped_heads(
+    backend: Backend, kernels: Kernels, dtype: torch.dtype, window: tuple[int, int], heads: int,
+    kv_heads: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(derived(1))
+    several = 40 if backend.name in MODELS and dtype == torch.float32 else 130
+    case = Case([several, 0, 5], heads=heads, kv_heads=kv_heads, head_dim=32, window=window, p=0.1)
+    compare(case, dtype, backend.device)
+
+
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 10), (7, -1)])
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_cross_attention(dtype: torch.dtype, given: bool, window: tuple[int, int]) -> None:
+@kinds("split", "wgmma_split")
+def test_cross_attention(
+    backend: Backend, kernels: Kernels, dtype: torch.dtype, given: bool, window: tuple[int, int]
+) -> None:
     torch.manual_seed(derived(2))
-    q_lengths, k_lengths = [3, 0, 90, 17, 4, 30], [70, 5, 33, 129, 0, 200]
+    q_lengths, k_lengths = [3, 0, 90, 17, 4, 70], [70, 5, 33, 129, 0, 150]
+    if backend.name in MODELS and dtype == torch.float32:
+        q_lengths, k_lengths = [3, 0, 40, 17, 4], [70, 5, 33, 50, 0]
     positions = random_positions(q_lengths, k_lengths) if given else None
     case = Case(k_lengths, q_lengths, kv_heads=1, window=window, p=0.1, positions=positions)
-    compare(case, dtype)
+    compare(case, dtype, backend.device)
 
 
+@pytest.mark.backends("cpu")
 @pytest.mark.parametrize("window", [(-1, -1), (100, 3), (-1, 0)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sequences_of_several_parts(dtype: torch.dtype, window: tuple[int, int]) -> None:
+def test_sequences_of_several_parts(
+    backend: Backend, dtype: torch.dtype, window: tuple[int, int]
+) -> None:
     torch.manual_seed(derived(3))
-    compare(Case([1700, 30, 769], window=window, kv_heads=1, p=0.1), dtype)
+    compare(Case([1700, 30, 769], window=window, kv_heads=1, head_dim=16, p=0.1), dtype)
     q_lengths, k_lengths = [900, 5, 40], [100, 1500, 2000]
     positions = random_positions(q_lengths, k_lengths)
-    compare(Case(k_lengths, q_lengths, window=window, positions=positions), dtype)
+    compare(Case(k_lengths, q_lengths, head_dim=16, window=window, positions=positions), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_query_that_sees_only_itself(dtype: torch.dtype) -> None:
+@pytest.mark.slow
+@pytest.mark.backends("cuda")
+@pytest.mark.parametrize("window", [(64, 64), (-1, 0)])
+@OF_ANY_KIND
+def test_long_sequences(
+    backend: Backend, kernels: Kernels, dtype: torch.dtype, window: tuple[int, int]
+) -> None:
+    torch.manual_seed(derived(2))
+    compare(Case([8192, 3, 700], heads=1, kv_heads=1, window=window), dtype, backend.device)
+
+
+@OF_ANY_KIND
+def test_a_query_that_sees_only_itself(
+    backend: Backend, kernels: Kernels, dtype: torch.dtype
+) -> None:
     torch.manual_seed(derived(8))
-    qkv = torch.randn(60, 3, 2, 16).to(dtype).requires_grad_()
-    dout = torch.randn(60, 2, 16).to(dtype)
-    out = ops.varlen_attention(qkv, VarlenBatch.from_lengths([20, 0, 40]), window=(0, 0))
-    out.backward(dout)
-    assert torch.equal(out, qkv[:, 2])
-    expected = torch.zeros_like(qkv)
+    case = Case([20, 0, 60], window=(0, 0))
+    inputs, dout = case.inputs(dtype), case.dout(dtype)
+    out, dqkv = with_gradients(case.ours, backend.put(inputs), backend.put(dout))
+    assert torch.equal(out.cpu(), inputs["qkv"][:, 2])
+    expected = torch.zeros_like(dqkv)
     expected[:, 2] = dout
-    torch.testing.assert_close(qkv.grad, expected, atol=32 * torch.finfo(dtype).eps, rtol=0)
+    torch.testing.assert_close(dqkv, expected, atol=32 * torch.finfo(dtype).eps, rtol=0)
 
 
-def test_queries_that_see_no_key_give_zeros() -> None:
-    # The first two queries lie before all keys, the last one behind.
-    q, kv = torch.randn(3, 2, 16, requires_grad=True), torch.randn(5, 2, 2, 16, requires_grad=True)
-    positions = torch.tensor([-9, -1, 6], dtype=torch.int32)
-    out = ops.varlen_cross_attention(
-        q, kv, cu_seqlens([3]), cu_seqlens([5]), 3, 5, window=(1, 0), query_positions=positions
-    )
-    out.sum().backward()
-    for x in (out, q.grad, kv.grad):
-        assert torch.equal(x, torch.zeros_like(x))
+@OF_KIND
+def test_queries_that_see_no_key_give_zeros(
+    backend: Backend, kernels: Kernels, dtype: torch.dtype
+) -> None:
+    """Positions before all keys, after all keys, and as far away as they can be."""
+    far = 2**31
+    for last in ([], [4]):  # one that sees a key
+        positions = torch.tensor([-9, -1, 6, far - 1, -far, *last], dtype=torch.int32)
+        case = Case([5], [len(positions)], window=(1, 0), positions=positions)
+        inputs, dout = backend.put((case.inputs(dtype), case.dout(dtype)))
+        out, dq, dkv = with_gradients(case.ours, inputs, dout)
+        seen = 3 if last else 5
+        for zeros in (out[:5], dq[:5], dkv[:seen]):
+            assert torch.equal(zeros, torch.zeros_like(zeros))
+        settings = (5, 1.0, 0.0, None, None, None, 1, 0, backend.put(positions))
+        lengths = [cu_seqlens([n], backend.device) for n in (len(positions), 5)]
+        run = torch.ops.bert_unpad.varlen_cross_attention
+        _, lse = run(inputs["q"], inputs["kv"], *lengths, len(positions), *settings)
+        assert (lse[:, :5] == -torch.inf).all()
+    torch.manual_seed(derived(3))
+    compare(case, dtype, backend.device)
 
 
-def test_a_window_that_holds_everything_changes_no_bit() -> None:
+@OF_KIND
+def test_windows_as_far_as_they_go(backend: Backend, kernels: Kernels, dtype: torch.dtype) -> None:
     torch.manual_seed(derived(4))
-    qkv, batch = torch.randn(330, 3, 2, 64), VarlenBatch.from_lengths([200, 130])
-    whole = ops.varlen_attention(qkv, batch, dropout_p=0.1, rng=RNG)
-    wide = ops.varlen_attention(qkv, batch, dropout_p=0.1, rng=RNG, window=(199, 2**40))
-    assert torch.equal(whole, wide)
+    far = 2**31
+    positions = torch.tensor([-far, far - 1, 7, 0], dtype=torch.int32)
+    for window in ((2**62, 2**62), (2**62, 0), (far - 1, far)):
+        compare(Case([9], [4], window=window, positions=positions), dtype, backend.device)
 
 
-def test_grouped_form_of_equal_heads_is_the_other_form() -> None:
+@OF_KIND
+def test_a_window_that_holds_everything_is_none(
+    backend: Backend, kernels: Kernels, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(derived(4))
+    lengths = [70, 30] if backend.name in MODELS else [200, 130]
+    batch = VarlenBatch.from_lengths(lengths, backend.device)
+    qkv = backend.put(torch.randn(batch.total, 3, 2, 64).to(dtype))
+    run = partial(ops.varlen_attention, qkv, batch, dropout_p=0.1, rng=backend.put(RNG))
+    # Some of a GPU's kernels take other tiles, in which weights are rounded otherwise.
+    limit = 0 if backend.name == "cpu" else 3 * torch.finfo(dtype).eps * qkv[:, 2].abs().max()
+    most = max(lengths) - 1
+    for window in ((most, 2**40), (-1, sys.maxsize), (sys.maxsize, -1), (sys.maxsize,) * 2):
+        assert ((run(window=window) - run()).abs() <= limit).all(), window
+
+
+def test_grouped_form_of_equal_heads_is_the_other_form(backend: Backend) -> None:
     torch.manual_seed(derived(5))
-    qkv, batch = torch.randn(90, 3, 2, 64), VarlenBatch.from_lengths([20, 70])
+    batch = VarlenBatch.from_lengths([20, 70], backend.device)
+    qkv = backend.put(torch.randn(90, 3, 2, 64))
     grouped = ops.varlen_attention(qkv.flatten(1, 2), batch, num_heads=2, window=(9, 9))
     assert torch.equal(grouped, ops.varlen_attention(qkv, batch, window=(9, 9)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masks_are_those_without_a_window(dtype: torch.dtype) -> None:
-    # Keys of one-hot values: an output is the row of dropped weights, of which a window sees some.
-    size, p = 64, 0.5
+@OF_KIND
+def test_masks_are_those_without_a_window(
+    backend: Backend, kernels: Kernels, dtype: torch.dtype
+) -> None:
+    """Values are one-hot: an output is the row of kept weights, of which a window sees some."""
+    size = 64
     qkv = torch.zeros(size, 3, 1, size, dtype=dtype)
     qkv[:, 2, 0] = torch.eye(size)
-    batch = VarlenBatch.from_lengths([size])
-
-    def kept(**options) -> Tensor:
-        return ops.varlen_attention(qkv, batch, dropout_p=p, rng=RNG, **options)[:, 0] != 0
-
+    batch, rng = VarlenBatch.from_lengths([size], backend.device), backend.put(RNG)
+    run = partial(ops.varlen_attention, backend.put(qkv), batch, dropout_p=0.5, rng=rng)
     distance = torch.arange(size) - torch.arange(size)[:, None]
-    inside = (distance >= -10) & (distance <= 20)
-    assert torch.equal(kept(window=(10, 20)), kept() & inside)
+    inside = backend.put((distance >= -10) & (distance <= 20))
+    assert torch.equal(run(window=(10, 20))[:, 0] != 0, (run()[:, 0] != 0) & inside)
 
 
-def test_strided_input() -> None:
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@OF_KIND
+def test_keys_outside_of_all_windows_are_not_read(
+    backend: Backend, kernels: Kernels, dtype: torch.dtype, backward: bool
+) -> None:
+    """They are NaN here, and so are the queries that no key of the rest meets."""
+    torch.manual_seed(derived(7))
+    case = Case([400], [400], heads=1, window=(10, 10))
+    inputs, dout = case.inputs(dtype), case.dout(dtype)
+    # The tiles of queries from 128 on are NaN; they see keys from 118 on, in tiles from 64 on.
+    for x in (inputs["q"], dout) if backward else (inputs["kv"],):
+        x[128:] = torch.nan
+    if backward:
+        results = with_gradients(case.ours, backend.put(inputs), backend.put(dout))
+    else:
+        results = [case.ours(backend.put(inputs))]
+    assert all(x[:64].isfinite().all() for x in results)
+
+
+def test_strided_input(backend: Backend) -> None:
     torch.manual_seed(derived(6))
-    qkv = torch.randn(30, 2, 4, 8)[:, 1, :, :5]
-    batch = VarlenBatch.from_lengths([30])
+    width, head_dim = (8, 5) if backend.name == "cpu" else (48, 32)
+    qkv = backend.put(torch.randn(30, 2, 4, width))[:, 1, :, :head_dim]
+    batch = VarlenBatch.from_lengths([30], backend.device)
     results = []
     for x in (qkv.contiguous().requires_grad_(), qkv.detach().requires_grad_()):
         out = ops.varlen_attention(x, batch, num_heads=2, window=(3, 4))
@@ -138,12 +249,36 @@ def test_strided_input() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_same_bits_whatever_the_threads(dtype: torch.dtype) -> None:
-    torch.manual_seed(derived(7))
-    case = Case([1600, 40, 900], heads=4, window=(-1, 200), p=0.1)
-    inputs, dout = case.inputs(dtype), torch.randn(2540, 4, 16).to(dtype)
-    assert_same_bits_whatever_the_threads(lambda: with_gradients(case.ours, inputs, dout))
+@pytest.mark.parametrize("given", [False, True])
+@kinds("fused", **FP32_AND_BF16)
+def test_same_bits_every_time(
+    backend: Backend, kernels: Kernels, dtype: torch.dtype, given: bool
+) -> None:
+    torch.manual_seed(derived(8))
+    lengths = [1600, 40, 900]
+    if backend.name in MODELS:
+        lengths = [50, 16] if dtype == torch.float32 else [129, 16, 70]
+    positions = random_positions(lengths, lengths) if given else None
+    heads = {"heads": 2, "kv_heads": 1, "head_dim": 32}
+    case = Case(lengths, lengths, window=(20, 40), p=0.1, positions=positions, **heads)
+    inputs, dout = backend.put((case.inputs(dtype), case.dout(dtype)))
+    backend.assert_same_bits(partial(with_gradients, case.ours, inputs, dout))
+
+
+@pytest.mark.parametrize("schedule", ["list", "groups"])
+@OF_ANY_KIND
+def test_the_schedule_changes_no_bit(
+    backend: Backend, kernels: Kernels, dtype: torch.dtype, schedule: str
+) -> None:
+    torch.manual_seed(derived(9))
+    lengths = lengths_for(backend, dtype)
+    batch = VarlenBatch.from_lengths(lengths, backend.device)
+    case = Case(lengths, heads=2, kv_heads=1, window=(30, 40), p=0.1)
+    inputs, dout = backend.put((case.inputs(dtype), case.dout(dtype)))
+    run = partial(case.ours, batch=batch, schedule=schedule)
+    expected = with_gradients(case.ours, inputs, dout)
+    for a, b in zip(with_gradients(run, inputs, dout), expected, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])
@@ -219,26 +354,3 @@ def test_bad_positions_are_named(positions: Tensor, message: str) -> None:
         ops.varlen_cross_attention(q, kv, cu_seqlens([5]), cu, 5, 20, query_positions=positions)
     with pytest.raises(RuntimeError, match="heads of q must be a multiple of those of kv, got 3"):
         ops.varlen_cross_attention(q[:, :3], kv, cu_seqlens([5]), cu, 5, 20)
-
-
-def compute() -> list[Tensor]:
-    torch.manual_seed(derived(0))
-    results = []
-    for dtype in DTYPES:
-        for window in ((-1, 0), (20, 33)):
-            case = Case([3, 0, 77, 800], heads=4, head_dim=40, window=window, p=0.1)
-            dout = torch.randn(880, 4, 40).to(dtype)
-            results += with_gradients(case.ours, case.inputs(dtype), dout)
-    return results
-
-
-def test_all_instruction_sets_agree() -> None:
-    assert_all_isas_agree(compute, 20, 3)
-
-
-@pytest.mark.parametrize("window", [(-1, sys.maxsize), (sys.maxsize, -1), (sys.maxsize,) * 2])
-def test_bounds_far_beyond_the_sequence_are_none(window):
-    qkv = torch.randn(40, 3, 2, 16)
-    batch = VarlenBatch.from_lengths([33, 7])
-    whole = ops.varlen_attention(qkv, batch)
-    assert torch.equal(ops.varlen_attention(qkv, batch, window=window), whole)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,12 +11,28 @@ from torch.library import opcheck
 
 from bert_unpad import ops
 from bert_unpad.ops import matmul
-from bert_unpad.ops.delayed_scaling import DelayedScaling
-from bert_unpad.ops.fp8 import quantize_fp8
+from bert_unpad.ops.delayed_scaling import DelayedScale, DelayedScaling
+from bert_unpad.ops.fp8 import (
+    QuantizedWeight,
+    quantize_by,
+    quantize_fp8,
+    quantize_gradient,
+    renew_quantized,
+)
 from tests.nn.test_bert import make_inputs, make_model
+from tests.support.backends import Backend
 from tests.support.fp8_training import SIZES, assert_near, train
 from tests.support.seeds import derived
 
+# Kernels on a GPU give what PyTorch gives on a CPU.
+GPU = pytest.mark.backends("block", "ptx", "cuda")
+ALL_BUT_CUDA = pytest.mark.backends("cpu", "block", "ptx")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# No row; one; a tile and a bit; several tiles for a block.
+SHAPES = [
+    *[(0, 16), (1, 16), (66, 80), (200, 144)],
+    pytest.param((3000, 1040), marks=pytest.mark.backends("cuda")),
+]
 FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}  # by `e5m2`
 
 
@@ -23,9 +41,124 @@ def draw(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
+def bytes_of(results: Sequence[Tensor]) -> list[Tensor]:
+    return [t.flatten().view(torch.uint8) for t in results]
+
+
+def assert_same_numbers(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    """NaN may have other bits."""
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@GPU
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("e5m2", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_quantisation(
+    backend: Backend, shape: tuple[int, int], dtype: torch.dtype, e5m2: bool
+) -> None:
+    (x,) = draw(shape)
+    x[-1:, -1] = 20  # the largest, at the end of a vector, a row and the matrix
+    x = (3 * x).to(dtype)
+    want = backend.on_cpu(quantize_fp8, x, e5m2)
+    if x.numel() > 0:
+        largest = x.float().abs().max().to(backend.device)
+        limit = 2**-22 * largest
+        assert (want[2] * torch.finfo(FORMATS[e5m2]).max - largest).abs() <= limit
+    x = backend.put(x)
+    for multiprocessors, _ in enumerate(backend.schedules(), 1):
+        backend.assume(multiprocessors=multiprocessors)
+        for a, b in zip(bytes_of(quantize_fp8(x, e5m2)), bytes_of(want), strict=True):
+            assert torch.equal(a, b)
+    q, kept, _ = quantize_fp8(x, e5m2, transpose=False)
+    assert kept.numel() == 0
+    assert torch.equal(q.view(torch.uint8), want[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-44, torch.inf, -torch.inf, torch.nan])
+def test_quantisation_of_odd_values(backend: Backend, value: float) -> None:
+    x = torch.zeros(3, 16)
+    x[1, 5] = value
+    got, want = quantize_fp8(backend.put(x), False), backend.on_cpu(quantize_fp8, x, False)
+    assert_same_numbers(got, want)
+    back = got[0].float() * got[2]
+    assert back[1, 5].isfinite().item() == torch.tensor(value).isfinite().item()
+    assert not torch.isfinite(torch.tensor(value)) or back.count_nonzero() <= 1
+
+
+def by_scale(x: Tensor, e5m2: bool, transpose: bool, scale: float) -> list[Tensor]:
+    """What a scale that is given rounds to, and the largest value that it notes."""
+    noted = DelayedScale(torch.tensor(scale).to(x.device), torch.zeros(1024, device=x.device))
+    return [*quantize_by(x, e5m2, transpose, noted)[:2], noted.largest.max()]
+
+
+@GPU
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("e5m2", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rounding_by_a_scale_that_is_given(
+    backend: Backend, shape: tuple[int, int], dtype: torch.dtype, e5m2: bool
+) -> None:
+    (x,) = draw(shape)
+    x = (3 * x).to(dtype)
+    x[:1, 3], x[:1, 5], x[:1, 7] = torch.inf, torch.nan, 6e4
+    scale = 1e-5 if e5m2 else 2e-3  # too small for some
+    want = backend.on_cpu(by_scale, x, e5m2, True, scale)
+    x = backend.put(x)
+    for multiprocessors, _ in enumerate(backend.schedules(), 1):
+        backend.assume(multiprocessors=multiprocessors)
+        assert_same_numbers(by_scale(x, e5m2, True, scale), want)
+    assert_same_numbers(by_scale(x, e5m2, False, scale)[:1], want[:1])
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_gradient_and_the_sum_of_its_rows(
+    backend: Backend, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    dy = backend.put(draw(shape, seed=3)[0].to(dtype))
+    wide = dy.double()
+    bound = wide.abs().sum(0) * max(1, shape[0]) * torch.finfo(torch.float32).eps
+    for multiprocessors, _ in enumerate(backend.schedules(), 1):
+        backend.assume(multiprocessors=multiprocessors)
+        noted = DelayedScale(*backend.put((torch.tensor(1e-4), torch.zeros(1024))))
+        *results, _, sums = quantize_gradient(dy, True, noted, True)
+        assert ((sums.double() - wide.sum(0)).abs() <= bound).all()
+        want = by_scale(dy, True, True, 1e-4)
+        assert_same_numbers([*results, noted.largest.max()], want)
+
+
+@pytest.mark.sanitizer
+def test_a_list_of_weights(backend: Backend) -> None:
+    """More than a launch takes, of which some take several blocks; one of zeros; values that
+    differ in size, so that one's scale is not another's."""
+    shapes = [(16, 16), (80, 144), (128, 400), (48, 16), *64 * [(16, 32)]]
+    if backend.name == "cuda":
+        shapes.append((1024, 4096))
+    weights = [x * 10 ** (i % 4) for i, x in enumerate(draw(*shapes, seed=4))]
+    weights.append(torch.zeros(32, 16))
+    want = [backend.on_cpu(quantize_fp8, -3 * weight, False) for weight in weights]
+    weights = backend.put(weights)
+    copies = [QuantizedWeight(weight) for weight in weights]
+    for weight in weights:
+        weight.mul_(-3)
+    renew_quantized(list(zip(weights, copies, strict=True)))
+    for weight, copy, each in zip(weights, copies, want, strict=True):
+        assert copy.fits(weight)
+        for a, b in zip(bytes_of(copy.tensors), bytes_of(each), strict=True):
+            assert torch.equal(a, b)
+
+
+@ALL_BUT_CUDA
 @pytest.mark.parametrize("e5m2", FORMATS)
 @pytest.mark.parametrize("factor", [1e-30, 1.0, 1e30])
-def test_rounding_is_relative_to_the_largest_value(factor, e5m2) -> None:
+def test_rounding_is_relative_to_the_largest_value(
+    backend: Backend, factor: float, e5m2: bool
+) -> None:
     (x,) = draw((37, 48))
     q, kept, scale = quantize_fp8(x * factor, e5m2)
     assert q.dtype == kept.dtype == FORMATS[e5m2]
@@ -45,10 +178,13 @@ def emulated(x: Tensor, e5m2: bool = False) -> Tensor:
     return q.double() * scale.double()
 
 
+@ALL_BUT_CUDA  # whose tensor cores have a shorter accumulator: tests/cuda/test_fp8.py
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 37])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_are_those_of_the_rounded_matrices(rows, dtype, bias) -> None:
+def test_products_are_those_of_the_rounded_matrices(
+    backend: Backend, rows: int, dtype: torch.dtype, bias: bool
+) -> None:
     x, weight, b, dy = draw((rows, 48), (32, 48), (32,), (rows, 32))
     x, dy = x.to(dtype).requires_grad_(), dy.to(dtype)
     weight.requires_grad_()
@@ -85,8 +221,9 @@ def test_only_what_is_asked_for_is_computed_and_kept() -> None:
     assert weight.grad is not None
 
 
+@ALL_BUT_CUDA
 @pytest.mark.parametrize("delayed", [False, True])
-def test_weight_gradients_can_be_added_in_place(delayed) -> None:
+def test_weight_gradients_can_be_added_in_place(backend: Backend, delayed: bool) -> None:
     x, dy = draw((37, 48), (37, 32))
     given = draw((64, 48), (64,), (32, 64), (32, 48), (32,))
     scaling = DelayedScaling(3)

@@ -1,15 +1,38 @@
-"""The row-wise operators in every instruction set this machine has."""
+"""The row-wise operators and attention in every instruction set this machine has."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor
 
 from bert_unpad import ops
+from tests.support.attention_cases import DTYPES, PARTS, Case, random_buckets, with_gradients
 from tests.support.op_checks import results_of_every_isa
 from tests.support.seeds import derived
 
 
-def compute() -> list[torch.Tensor]:
+def attention(*cases: Case) -> list[Tensor]:
+    """Results and gradients of each case, in every dtype."""
+    results = []
+    for dtype in DTYPES:
+        for case in cases:
+            results += with_gradients(case.ours, case.inputs(dtype), case.dout(dtype))
+    return results
+
+
+def compute() -> dict[str, list[Tensor]]:
+    torch.manual_seed(derived(0))
+    lengths, bias = [3, 0, 77, 800], {"buckets": random_buckets(20, 5), "parts": PARTS}
+    windows = (Case(lengths, head_dim=40, window=w, p=0.1) for w in ((-1, 0), (20, 33)))
+    return {
+        "rows": row_wise(),
+        "attention": attention(Case([3, 0, 77, 100], head_dim=40, p=0.1), *windows),
+        "position_bias": attention(Case(lengths, head_dim=40, **bias)),
+    }
+
+
+def row_wise() -> list[Tensor]:
     """Whole vectors, strips and tails of every width; the same inputs for all instruction sets."""
     torch.manual_seed(derived(0))
     rng = torch.tensor([5, 6])
@@ -81,13 +104,26 @@ def compute() -> list[torch.Tensor]:
     return results
 
 
-def test_all_instruction_sets_agree() -> None:
-    results = results_of_every_isa(compute)
-    first = results.pop("generic")
-    for isa, tensors in results.items():
-        for i, (a, b) in enumerate(zip(first, tensors, strict=True)):
+@pytest.fixture(scope="module")
+def computed() -> dict[str, dict[str, list[Tensor]]]:
+    """By instruction set; each is a process of its own, so that all are asked for everything."""
+    return results_of_every_isa(compute)
+
+
+# Units of the largest value: a few roundings, 1 in 16 bits, the order of sums in fp32; some
+# instruction sets round attention weights once more.
+@pytest.mark.parametrize(
+    ("name", "fp32_units", "low_units"),
+    [("rows", 20, 2), ("attention", 20, 3), ("position_bias", 40, 4)],
+)
+def test_all_instruction_sets_agree(
+    computed: dict[str, dict[str, list[Tensor]]], name: str, fp32_units: int, low_units: int
+) -> None:
+    first = computed["generic"][name]
+    for isa, found in computed.items():
+        for i, (a, b) in enumerate(zip(first, found[name], strict=True)):
             assert a.dtype == b.dtype
-            # A few roundings: 1 in 16 bits, the order of sums in fp32.
             unit = torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
-            limit = (2 if a.dtype != torch.float32 else 20) * unit * a.abs().max()
+            units = low_units if a.dtype != torch.float32 else fp32_units
+            limit = units * unit * a.abs().max()
             assert (a.double() - b.double()).abs().max() <= limit, (isa, i, a.dtype, a.shape)

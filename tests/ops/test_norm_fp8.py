@@ -16,6 +16,7 @@ from bert_unpad.ops.delayed_scaling import DelayedScale, LinearScales
 from bert_unpad.ops.fp8 import RoundedInput, quantize_by
 from bert_unpad.ops.norm_fp8 import dropout_add_norm_fp8
 from tests.nn.test_bert import make_inputs, make_model
+from tests.support.backends import Backend
 from tests.support.fp8_training import SIZES as TRAINED_SIZES
 from tests.support.fp8_training import train
 from tests.support.op_checks import RNG
@@ -43,31 +44,98 @@ def separately(
     return ops.dropout_add_layer_norm(x, residual, weight, bias, **settings)
 
 
-@pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("return_sum", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [0, 1, 37])
-def test_the_bits_are_those_of_two_steps(rows, dtype, return_sum, rms):
-    results = []
-    for function in (dropout_add_norm_fp8, separately):
-        *leaves, x_bias = leaves_of(rows, 48, dtype)
-        leaves[3] = None if rms else leaves[3]
-        settings = {"x_bias": x_bias, "rng": RNG, "dropout_p": 0.1, "eps": 1e-5}
-        settings["return_sum"] = return_sum
-        scale = noted(0.003)  # too small for some
-        found = function(*leaves, scale, rms=rms, **settings)
-        total, y = found if return_sum else (None, found)
-        if isinstance(y, RoundedInput):
-            y, (q, kept, same) = y
-            assert same is scale.scale
-        else:
-            q, kept, _ = quantize_by(y.detach(), False, True, scale)
-        loss = y.square().sum() + (0 if total is None else total.sum())
-        loss.backward()
-        tensors = [y, *([] if total is None else [total]), scale.largest.max()]
-        tensors += [t.view(torch.uint8) for t in (q, kept)]
-        results.append([*tensors, *(t.grad for t in (*leaves, x_bias) if t is not None)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+# A row; turns of 16 rows, of which a block has three; one, three and four groups of columns a lane;
+# rows of a block, which take two kernels, as fp32 ones of more than 256 columns do.
+SHAPES = [
+    *[(0, 16), (1, 16), (150, 16), (33, 256), (70, 528), (40, 1024), (5, 1040)],
+    *(
+        pytest.param(shape, marks=pytest.mark.backends("cuda"))
+        for shape in ((3000, 64), (4097, 768), (5000, 1024))
+    ),
+]
+
+
+def results_of(
+    function: Callable, inputs: list[Tensor | None], scale: DelayedScale, *, return_sum: bool,
+    **settings: Any,
+) -> list[Tensor]:  # fmt: skip
+    """Results, gradients of the inputs (x, residual, weight, bias, x_bias), the largest value."""
+    *leaves, x_bias = [None if t is None else t.detach().requires_grad_() for t in inputs]
+    found = function(*leaves, scale, x_bias=x_bias, return_sum=return_sum, **settings)
+    total, y = found if return_sum else (None, found)
+    if isinstance(y, RoundedInput):
+        y, (q, kept, same) = y
+        assert same is scale.scale
+    else:
+        q, kept, _ = quantize_by(y.detach(), False, True, scale)
+    loss = y.float().square().sum() + (0 if total is None else total.sum())
+    loss.backward()
+    gradients = [t.grad for t in (*leaves, x_bias) if t is not None]
+    return [y, *([] if total is None else [total]), q, kept, *gradients, scale.largest.max()]
+
+
+def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(
+    ("rms", "return_sum", "p", "bare"),
+    [
+        pytest.param(False, False, 0.1, False, id="layer_norm"),
+        pytest.param(True, True, 0.1, False, id="rms_norm-sum"),
+        pytest.param(False, True, 0.0, True, id="layer_norm-sum-bare"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_bits_are_those_of_two_steps(
+    backend: Backend, shape: tuple[int, int], dtype: torch.dtype, rms: bool, return_sum: bool,
+    p: float, bare: bool,
+) -> None:  # fmt: skip
+    inputs: list[Tensor | None] = backend.put([t.detach() for t in leaves_of(*shape, dtype)])
+    inputs[3] = None if rms or bare else inputs[3]
+    inputs[4] = None if bare else inputs[4]
+    settings = {"rng": backend.put(RNG), "dropout_p": p, "eps": 1e-5, "rms": rms}
+    settings["return_sum"] = return_sum
+
+    def run(function: Callable) -> list[Tensor]:  # by a scale too small for some
+        scale = DelayedScale(*backend.put(tuple(noted(0.003))))
+        return results_of(function, inputs, scale, **settings)
+
+    want = run(separately)
+    schedules = backend.schedules() if not (return_sum or backend.name == "cpu") else [None]
+    for _ in schedules:
+        assert_same(run(dropout_add_norm_fp8), want)
+
+
+@pytest.mark.parametrize("hidden", [64, 1040])
+def test_odd_values(backend: Backend, hidden: int) -> None:
+    """Values too large for the scale, for y's dtype, and not finite ones."""
+    inputs = [t.detach() for t in leaves_of(20, hidden, torch.bfloat16)]
+    inputs[0][3, 5], inputs[0][0, 3] = torch.nan, 30
+    inputs[2][3], inputs[2][9] = 3e38, 1e3
+    inputs = backend.put(inputs)
+    with torch.no_grad():
+        y = ops.dropout_add_layer_norm(*inputs[:4], x_bias=inputs[4], eps=1e-5)
+    assert y.isinf().any()
+    scales = [DelayedScale(*backend.put(tuple(noted(0.01)))) for _ in range(2)]
+    q, kept, _ = quantize_by(y, False, True, scales[0])
+    assert (q.float() == 448).any()
+    got, rounded = dropout_add_norm_fp8(*inputs[:4], scales[1], x_bias=inputs[4], eps=1e-5)
+    assert_same([got, *rounded[:2]], [y, q, kept])
+    assert scales[1].largest.max() == scales[0].largest.max() == torch.inf
+
+
+def test_the_largest_value_is_kept(backend: Backend) -> None:
+    inputs = backend.put([t.detach() for t in leaves_of(20, 32)])
+    own = ops.dropout_add_layer_norm(*inputs[:4]).abs().max()
+    for before in (50.0, 1e-3):
+        scale = DelayedScale(*backend.put(tuple(noted(0.01))))
+        scale.largest[0] = before
+        dropout_add_norm_fp8(*inputs[:4], scale)
+        assert scale.largest.max() == max(own.item(), before)
 
 
 def test_without_gradients_only_what_is_asked_for():

@@ -1,18 +1,66 @@
-"""Attention with windows, grouped heads, positions and position biases, against the reference."""
+"""Attention against the reference: arguments, and the kernels that a test runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from bert_unpad import ops
 from tests.support import reference
+from tests.support.backends import Backend
 from tests.support.op_checks import RNG, cu_seqlens
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PARTS = ("table", "query", "key")
+# Multiprocessors: with one, every batch fills the device and the fused backward kernel runs; with
+# many, the two kernels that share a head's tiles.
+FUSED, SPLIT = 1, 10_000
+# Compute capabilities on which the kernels with mma.sync and those with wgmma run.
+MMA, WGMMA = (10, 0), (9, 0)
+GPU = pytest.mark.backends("block", "ptx", "cuda")
+MODELS = ("block", "ptx")
+
+
+def kinds(*names: str, dtypes: Sequence[torch.dtype] = DTYPES) -> pytest.MarkDecorator:
+    """Parametrizes a test by `dtype` and `kernels`, a fixture of tests/ops/conftest.py.
+
+    Args:
+        names: of a GPU's kernels: fused and split, with wgmma_ before it for those of Hopper, which
+            take head_dim 64 only. A CPU, and fp32, have one kind.
+    """
+    cases = []
+    for dtype in dtypes:
+        for number, name in enumerate(names[:1] if dtype == torch.float32 else names):
+            marks = GPU if number > 0 or name.startswith("wgmma") else ()
+            label = f"{dtype}".removeprefix("torch.")
+            cases.append(pytest.param(dtype, name, id=f"{label}-{name}", marks=marks))
+    return pytest.mark.parametrize(("dtype", "kernels"), cases, indirect=["kernels"])
+
+
+class Kernels:
+    """Those that a test runs, by the name that `kinds` gives them."""
+
+    def __init__(self, name: str, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fused, self.wgmma = name.endswith("fused"), name.startswith("wgmma")
+        self.backend = backend
+        backend.assume(
+            multiprocessors=FUSED if self.fused else SPLIT, capability=WGMMA if self.wgmma else MMA
+        )
+        if backend.name == "cuda" and torch.cuda.get_device_capability() == WGMMA:
+            monkeypatch.setenv("BERT_UNPAD_WGMMA", str(int(self.wgmma)))
+        elif backend.name == "cuda" and self.wgmma:
+            pytest.skip("has no kernels with wgmma")
+
+    def heads(self, sequences: int, few: int = 2) -> int:
+        """`few`, or on a GPU enough for a block on each multiprocessor where kernels are fused."""
+        if self.backend.name != "cuda" or not self.fused:
+            return few
+        return -(-torch.cuda.get_device_properties().multi_processor_count // sequences)
 
 
 def random_positions(q_lengths: Sequence[int], k_lengths: Sequence[int]) -> Tensor:
@@ -39,64 +87,107 @@ class Case:
     k_lengths: Sequence[int]
     q_lengths: Sequence[int] | None = None
     heads: int = 2
-    kv_heads: int = 2
-    head_dim: int = 16
+    kv_heads: int | None = None
+    head_dim: int = 64
     window: tuple[int, int] = (-1, -1)
     p: float = 0.0
     scale: float | None = None
     positions: Tensor | None = None
     buckets: Tensor | None = None
     parts: Sequence[str] = ()
-    device: str = "cpu"
+
+    @property
+    def queries(self) -> Sequence[int]:
+        """The number of queries of each sequence."""
+        return self.k_lengths if self.q_lengths is None else self.q_lengths
 
     def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """q and kv, or qkv, and the parts of the position bias; fresh random numbers."""
-        keys, queries = sum(self.k_lengths), sum(self.q_lengths or self.k_lengths)
-        if self.q_lengths is None:
-            shapes = {"qkv": (keys, self.heads + 2 * self.kv_heads, self.head_dim)}
-        else:
+        keys, queries, kv_heads = (
+            sum(self.k_lengths),
+            sum(self.queries),
+            self.kv_heads or self.heads,
+        )
+        if self.q_lengths is not None:
             shapes = {
                 "q": (queries, self.heads, self.head_dim),
-                "kv": (keys, 2, self.kv_heads, self.head_dim),
+                "kv": (keys, 2, kv_heads, self.head_dim),
             }
+        elif self.kv_heads is None:
+            shapes = {"qkv": (keys, 3, self.heads, self.head_dim)}
+        else:
+            shapes = {"qkv": (keys, self.heads + 2 * kv_heads, self.head_dim)}
         count = 0 if self.buckets is None else int(self.buckets.max()) + 1
         rows = {"table": (count, self.heads)}
         rows |= {"query": (queries, self.heads, count), "key": (keys, self.heads, count)}
         shapes |= {name: rows[name] for name in self.parts}
-        return {n: torch.randn(s, device=self.device).to(dtype) for n, s in shapes.items()}
+        return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
-    def ours(self, x: dict[str, Tensor]) -> Tensor:
-        bias = None
+    def dout(self, dtype: torch.dtype) -> Tensor:
+        return torch.randn(sum(self.queries), self.heads, self.head_dim).to(dtype)
+
+    def _options(self, device: torch.device) -> dict[str, Any]:
+        positions = None if self.positions is None else self.positions.to(device)
+        options = {"window": self.window, "scale": self.scale, "rng": RNG.to(device)}
+        return options | ({} if self.q_lengths is None else {"query_positions": positions})
+
+    def ours(self, x: dict[str, Tensor], **more: Any) -> Tensor:
+        """Of inputs on any device; `more` goes to the operator."""
+        device = next(iter(x.values())).device
+        options = self._options(device) | {"dropout_p": self.p} | more
         if self.buckets is not None:
-            bias = ops.PositionBias(self.buckets, *(x.get(name) for name in PARTS))
-        options = {"window": self.window, "position_bias": bias, "dropout_p": self.p}
-        options |= {"scale": self.scale, "rng": RNG.to(self.device)}
-        cu_k, longest = cu_seqlens(self.k_lengths, self.device), max(self.k_lengths, default=0)
+            parts = (x.get(name) for name in PARTS)
+            options["position_bias"] = ops.PositionBias(self.buckets.to(device), *parts)
+        cu_k, longest = cu_seqlens(self.k_lengths, device), max(self.k_lengths, default=0)
         if self.q_lengths is None:
-            return ops.varlen_attention(x["qkv"], cu_k, longest, num_heads=self.heads, **options)
-        return ops.varlen_cross_attention(
-            x["q"], x["kv"], cu_seqlens(self.q_lengths, self.device), cu_k,
-            max(self.q_lengths, default=0), longest, query_positions=self.positions, **options,
-        )  # fmt: skip
+            options = {"batch": cu_k, "max_seqlen": longest} | options
+            num_heads = None if self.kv_heads is None else self.heads
+            return ops.varlen_attention(x["qkv"], num_heads=num_heads, **options)
+        cu_q, most = cu_seqlens(self.q_lengths, device), max(self.q_lengths, default=0)
+        return ops.varlen_cross_attention(x["q"], x["kv"], cu_q, cu_k, most, longest, **options)
 
     def plain(self, x: dict[str, Tensor]) -> Tensor:
-        bias = None
+        device = next(iter(x.values())).device
+        options = self._options(device) | {"p": self.p}
         if self.buckets is not None:
-            bias = (self.buckets, *(x.get(name) for name in PARTS))
-        options = {"window": self.window, "bias": bias}
+            options["bias"] = (self.buckets.to(device), *(x.get(name) for name in PARTS))
         if self.q_lengths is None:
+            num_heads = None if self.kv_heads is None else self.heads
             return reference.varlen_attention(
-                x["qkv"], self.k_lengths, self.p, RNG, self.scale, num_heads=self.heads, **options
+                x["qkv"], self.k_lengths, num_heads=num_heads, **options
             )
+        options["positions"] = options.pop("query_positions")
         return reference.varlen_cross_attention(
-            x["q"], x["kv"], self.q_lengths, self.k_lengths, self.p, RNG, self.scale,
-            positions=self.positions, **options,
-        )  # fmt: skip
+            x["q"], x["kv"], self.q_lengths, self.k_lengths, **options
+        )
+
+    def table_terms(self, x: dict[str, Tensor], dout: Tensor) -> Tensor | None:
+        """The norm of what the gradient of the table is the sum of: score gradients of pairs, which
+        are those of a query's bias with a bucket for each distance."""
+        positions = [] if self.positions is None else self.positions.tolist()
+        far = max(0, *self.queries, *self.k_lengths, *map(abs, positions))
+        if far > 5000:  # it takes a column for each distance
+            return None
+        reach, wide = len(self.buckets) // 2, {name: t.double() for name, t in x.items()}
+        each = torch.arange(-far, far + 1).clamp(-reach, reach) + reach
+        bucket = self.buckets[each].long().to(dout.device)
+        for name in set(self.parts) - {"table"}:
+            wide[name] = wide[name][..., bucket]
+        rows = torch.zeros(len(dout), self.heads, len(bucket), dtype=torch.float64)
+        query = wide.pop("query", rows.to(dout.device)).detach().requires_grad_()
+        wide |= {"table": wide["table"][bucket], "query": query}
+        alone = Case(**vars(self) | {"buckets": torch.arange(len(bucket)).int()})
+        alone.plain(wide).backward(dout.double())
+        squares = query.grad.nan_to_num().square().sum(0)
+        sums = squares.new_zeros(self.heads, len(x["table"]))
+        return sums.index_add(1, bucket, squares).sqrt().T[None]
 
 
-def with_gradients(function, inputs: dict[str, Tensor], dout: Tensor) -> list[Tensor]:
+def with_gradients(
+    function: Callable[[dict[str, Tensor]], Tensor], inputs: dict[str, Tensor], dout: Tensor
+) -> list[Tensor]:
     """The function's result and the gradients of its inputs."""
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     out = function(leaves)
     out.backward(dout.to(out.dtype))
     return [
@@ -105,16 +196,20 @@ def with_gradients(function, inputs: dict[str, Tensor], dout: Tensor) -> list[Te
     ]
 
 
-def compare(case: Case, dtype: torch.dtype) -> None:
+def compare(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
     """Holds result and gradients against the reference, on fresh random inputs."""
-    inputs = case.inputs(dtype)
-    queries = sum(case.q_lengths or case.k_lengths)
-    dout = torch.randn(queries, case.heads, case.head_dim, device=case.device).to(dtype)
+    inputs = {name: x.to(device) for name, x in case.inputs(dtype).items()}
+    dout = case.dout(dtype).to(device)
 
     def plain(precision: torch.dtype) -> list[Tensor]:
         wide = {name: x.to(precision) for name, x in inputs.items()}
         return [x.nan_to_num() for x in with_gradients(case.plain, wide, dout)]
 
+    def terms(name: str) -> Tensor | None:
+        return case.table_terms(inputs, dout) if name == "table" else None
+
+    # Weights, output, score gradients and the result are rounded.
     reference.assert_as_good_as_pytorch(
-        lambda: with_gradients(case.ours, inputs, dout), plain, dtype, ["out", *inputs]
-    )
+        lambda: with_gradients(case.ours, inputs, dout), plain, dtype, ["out", *inputs],
+        roundings=4, terms=terms,
+    )  # fmt: skip

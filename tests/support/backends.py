@@ -71,7 +71,8 @@ def on_the_model(model: Callable[[], Model]) -> Callable[[Callable], Callable]:
 class OnTheModel(TorchDispatchMode):
     """Within it operators of `bert_unpad` run their CUDA kernels on the model of a block.
 
-    Policy, seed and the number of multiprocessors are drawn, and may be set.
+    Policy, seed and the number of multiprocessors are drawn, and may be set, as may the compute
+    capability.
     """
 
     def __init__(self) -> None:
@@ -79,14 +80,16 @@ class OnTheModel(TorchDispatchMode):
         self.policy = random.choice(POLICIES)
         self.seed = random.randrange(1000)
         self.multiprocessors = random.choice((1, 2, 3))
+        self.capability = (8, 0)
+        self.enabled = True
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace != "bert_unpad":
+        if function.namespace != "bert_unpad" or not self.enabled:
             return function(*args, **(kwargs or {}))
         model, run = _operators[function._schema.name.partition("::")[2]]
         kernels = model()
         kernels.configure(self.policy, self.seed)
-        kernels.set_device(multiprocessors=self.multiprocessors)
+        kernels.set_device(self.capability, self.multiprocessors)
         return run(*args, **(kwargs or {}))
 
 
@@ -120,10 +123,23 @@ class Backend:
             return type(value)(map(self.put, value))
         return value
 
-    def assume(self, *, multiprocessors: int) -> None:
-        """Sets the size of the GPU where that is a model."""
+    def on_cpu(self, run: Callable[..., Sequence[Tensor]], *args: Any) -> Sequence[Tensor]:
+        """What the CPU's kernels give in `run(*args)`, put on the device; args are on the CPU."""
         if self._model is not None:
-            self._model.multiprocessors = multiprocessors
+            self._model.enabled = False
+        try:
+            return self.put(run(*args))
+        finally:
+            if self._model is not None:
+                self._model.enabled = True
+
+    def assume(
+        self, *, multiprocessors: int | None = None, capability: tuple[int, int] | None = None
+    ) -> None:
+        """Sets the size and the compute capability of the GPU where that is a model."""
+        if self._model is not None:
+            self._model.multiprocessors = multiprocessors or self._model.multiprocessors
+            self._model.capability = capability or self._model.capability
 
     def schedules(self) -> Iterator[None]:
         """Yields within each of several orders in which threads or blocks may run.

@@ -1,6 +1,9 @@
-"""A pytest plugin that runs GPU tests on a CPU, to see whether they still fit the code.
+"""A pytest plugin that runs the tests of tests/cuda on a CPU, to see whether they fit the code.
 
-    python -m pytest -p tests.support.gpu_rehearsal tests/cuda tests/ops
+    python -m pytest -p tests.support.gpu_rehearsal tests/cuda
+
+They are of streams, graphs and devices, which nothing else runs without a GPU; those of operators
+are in tests/ops, for every backend.
 
 Every "cuda" is the CPU, operators are the CPU's, there is one stream, NCCL is gloo, and to replay a
 graph is to run again what was captured. While something is captured, whatever would wait for the
@@ -25,10 +28,10 @@ from torch.overrides import TorchFunctionMode
 ONLY_ON_A_GPU = (
     *("test_conformance.py", "test_graph_buckets.py", "test_graphs.py::TestOnAGpu"),
     "test_energy.py",
-    *("opcheck", "compiles_without", "stop_the_kernel", "named", "refused", "bad_input"),
-    *("waiting_is_found", "timed_algorithms", "linear_matches", "captured_step"),
-    *("whose_kernels", "pytorch_computes", "test_hf.py::test_compiles"),
-    *("large_sizes", "batch_of_berts"),  # take a CPU too long
+    *("stop_the_kernel", "named", "refused", "bad_input"),
+    *("waiting_is_found", "timed_algorithms", "captured_product"),
+    *("captured_step", "whose_kernels", "pytorch_computes", "test_hf.py::test_compiles"),
+    "large_sizes",  # takes a CPU too long
 )
 WAITS = {"item", "tolist", "cpu", "cuda", "nonzero", "__bool__", "__float__", "__int__"}
 
