@@ -22,6 +22,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from benchmarks.lib import cuda_kernels, cuda_model_table, cuda_sass
 from benchmarks.lib import cuda_model_cases as cases
 from benchmarks.lib import flash_attention_build as flash_build
 from benchmarks.lib.flash_attention_launches import FlashAttention
+from benchmarks.lib.report import commit
 from gpu_model.sm import attention, attention_wgmma, kernel, sass
 from gpu_model.sm.architectures import ARCHITECTURES
 
@@ -128,7 +130,8 @@ def main() -> None:
     page = cuda_model_table.render(result)
     print(cuda_model_table.explain(result) if args.explain else page)
     if args.json:
-        write(args.json, json.dumps(result, indent=1) + "\n")
+        dated = {"date": time.strftime("%Y-%m-%d"), "commit": commit()} | result
+        write(args.json, json.dumps(dated, indent=1) + "\n")
     if args.table:
         write(args.table, page)
 

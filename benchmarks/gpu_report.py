@@ -9,22 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import subprocess
 import xml.etree.ElementTree as ET
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.report import git
+
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def git(*arguments: str) -> str | None:
-    """What git prints; None outside a repository or without git."""
-    if shutil.which("git") is None:
-        return None
-    out = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    return out.stdout.strip() if out.returncode == 0 else None
 
 
 def counts(junit: Path) -> dict[str, int]:

@@ -21,7 +21,17 @@ from benchmarks.lib import (
     speed_tables,
     training_tables,
 )
-from benchmarks.lib.report import LINK, ROOT, Result, count, gpus, precision, read, table
+from benchmarks.lib.report import (
+    LINK,
+    ROOT,
+    Result,
+    count,
+    gpus,
+    precision,
+    read,
+    table,
+    undated_files,
+)
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
@@ -151,6 +161,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only compare, and write nothing")
     args = parser.parse_args()
+    if undated := undated_files():
+        sys.exit("\n".join(["expected a date, a commit and a machine in", *undated]))
     stale = []
     pages = {
         PAGE: page(),

@@ -88,9 +88,12 @@ def main() -> None:
             )
             print(f"Python {row['python']}, PyTorch {row['torch']}: {ended}", flush=True)
     if args.output:
+        commit = run(["git", "rev-parse", "--short", "HEAD"], Path.cwd()).stdout.strip()
         report = {
             "command": f"python scripts/wheel_matrix.py {wheel.name}",
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "commit": run(["git", "rev-parse", "--short", "HEAD"], Path.cwd()).stdout.strip()
+            or None,
             "wheel": wheel.name,
             "bytes": wheel.stat().st_size,
             "results": rows,

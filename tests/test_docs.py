@@ -108,6 +108,25 @@ def test_tables_are_those_of_the_results():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("missing", ["date", "commit", "machine"])
+def test_results_without_a_date_a_commit_or_a_machine_are_refused(missing, monkeypatch, tmp_path):
+    result = {"date": "2026-01-01", "commit": "0123abc", "machine": {"cpu": "some"}}
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "cpu")
+    monkeypatch.setattr(sys, "argv", ["benchmarks/tables.py", "--check"])
+    path = tmp_path / "some-gpu" / "ops.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(result))
+    assert report.undated_files() == []
+    path.write_text(json.dumps(result | {missing: None}))
+    with pytest.raises(SystemExit, match=f"some-gpu/ops.json: {missing}$"):
+        tables.main()
+
+
+def test_a_log_of_steps_has_a_date_and_a_commit_in_each():
+    steps = {"build": {"date": "2026-01-01", "commit": "0123abc"}, "tests": {"date": "2026-01-01"}}
+    assert report.undated({"info": None, "steps": steps}) == ["commit of tests"]
+
+
 def test_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 125

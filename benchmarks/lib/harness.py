@@ -25,6 +25,7 @@ import torch
 
 import bert_unpad
 from benchmarks.lib import device as gpu
+from benchmarks.lib.report import commit
 from bert_unpad import _C, ops
 from bert_unpad._files import write_text
 from bert_unpad._malloc import keep_freed_memory
@@ -218,6 +219,7 @@ def save(name: str, device: str, command: str, payload: dict[str, Any]) -> Path:
     report = {
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
         "machine": machine(),
         **payload,
     }

@@ -4,6 +4,8 @@ from."""
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,51 @@ RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 LINK = "../benchmarks/results"  # from docs/benchmarks.md
 
 Result = dict[str, Any]
+
+
+TIMES = ("date", "commit")
+# What figures depend on beside the code: a machine, or where none was measured a compiler, the
+# setup of a simulation, a wheel.
+PLACES = ("machine", "nvcc", "setup", "wheel")
+# What nvcc makes of each kernel: a check of the build compares it, so it is of no one commit.
+RECORDS = ("cuda_kernels.json",)
+
+
+def git(*arguments: str) -> str | None:
+    """What git prints; None outside a repository or without git."""
+    if shutil.which("git") is None:
+        return None
+    out = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return out.stdout.strip() if out.returncode == 0 else None
+
+
+def commit() -> str | None:
+    """The checkout's commit, with a + where tracked files differ from it."""
+    found = git("rev-parse", "--short", "HEAD")
+    changes = git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results")
+    return f"{found}+" if found and changes else found
+
+
+def undated(result: Result) -> list[str]:
+    """What a result does not say of: its date, its commit, and what its figures depend on.
+
+    A result of before commits were noted has `added_in` instead: the commit that added its figures.
+    Where `dated_by` says so, the date is that commit's too.
+    A log of steps (gpu_check.json) has a date and a commit in each of them.
+    """
+    if isinstance(steps := result.get("steps"), dict):
+        return [f"{key} of {name}" for name, x in steps.items() for key in TIMES if not x.get(key)]
+    dated = {"date": ("date",), "commit": ("commit", "added_in"), "machine": PLACES}
+    return [key for key, names in dated.items() if not any(result.get(name) for name in names)]
+
+
+def undated_files() -> list[str]:
+    """The result files that lack a date, a commit or a machine, and what they lack."""
+    found = []
+    for path in sorted(RESULTS.parent.glob("*/*.json")):
+        if path.name not in RECORDS and (missing := undated(json.loads(path.read_text()))):
+            found.append(f"{path.parent.name}/{path.name}: {', '.join(missing)}")
+    return found
 
 
 def folder(device: str) -> Path:
@@ -66,9 +113,11 @@ def source(name: str, result: Result, *more_commands: str, device: str = "cpu") 
     lines = [result["command"], *more_commands]
     said = "Measured"
     if "date" in result:
-        said += f" on {result['date']}"
+        said += f" on {'or before ' if 'dated_by' in result else ''}{result['date']}"
     if "commit" in result:
         said += f" at commit {result['commit']}"
+    if "added_in" in result:
+        said += f" (figures added in commit {result['added_in']})"
     said += f" on {machine_of(result)} ([{name}.json]({LINK}/{device}/{name}.json))."
     return f"{commands(*lines)}\n\n{said}"
 
