@@ -92,8 +92,7 @@ def main() -> None:
         report = {
             "command": f"python scripts/wheel_matrix.py {wheel.name}",
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            "commit": run(["git", "rev-parse", "--short", "HEAD"], Path.cwd()).stdout.strip()
-            or None,
+            "commit": commit or None,
             "wheel": wheel.name,
             "bytes": wheel.stat().st_size,
             "results": rows,

@@ -24,6 +24,9 @@ class OneBitAllreduce:
     compressed (Tang et al., "1-bit Adam", 2021, arXiv:2102.02888, algorithm 1). `ops.sign_pack_`
     says what the compression is. Scales, one a rank and side, travel as float32.
 
+    One scale suits values of one size. `use_factors` makes values of different sizes alike before
+    they are compressed, and sends nothing more.
+
     Per rank that are (R - 1) / R * numel / 4 bytes and 8 (R - 1) bytes of scales for R ranks: a
     32nd of what a ring sends of float32. The errors take 4 * numel * (1 + 1 / R) bytes of memory.
     The result has the same bits on all ranks. One rank keeps its values: nothing is compressed.
@@ -45,6 +48,7 @@ class OneBitAllreduce:
         self._group = group
         self._ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         self._numel = numel
+        self._factors: Tensor | None = None
         self.bytes_sent = 0
         """Bytes that this rank's signs and scales took to reach the other ranks so far."""
         if self._ranks == 1:
@@ -52,6 +56,7 @@ class OneBitAllreduce:
         part = -(-numel // (self._ranks * _PART)) * _PART
         first = min(dist.get_rank(group) * part, numel)
         own = min(part, numel - first)
+        self._own = slice(first, first + own)  # what this rank averages
         self.worker_error = torch.zeros(numel, device=device)
         self.server_error = torch.zeros(own, device=device)
         rows = (self._ranks, part // 8)
@@ -64,6 +69,19 @@ class OneBitAllreduce:
     def ranks(self) -> int:
         """The number of ranks."""
         return self._ranks
+
+    def use_factors(self, factors: Tensor) -> None:
+        """Multiplies buffers by factors before they are compressed, and averages by 1 / factors.
+
+        Errors so far go on with the new factors.
+
+        Args:
+            factors: float32 [numel], the same on all ranks; powers of 2, which round nothing.
+        """
+        if self._ranks > 1:
+            errors = self.state_dict()
+            self._factors = factors
+            self.load_state_dict(errors)
 
     def average_(self, buffer: Tensor, found_inf: Tensor | None = None) -> Tensor:
         """Replaces the buffer by its compressed average; all ranks must call it.
@@ -90,6 +108,8 @@ class OneBitAllreduce:
             return _unless(found_inf, multi_tensor_l2norm([buffer])[0])
         if self._numel == 0:
             return _unless(found_inf, buffer.new_zeros(()))
+        if self._factors is not None:
+            buffer.mul_(self._factors)
         own = sign_scale(buffer, self.worker_error)
         scales = self._gather_scales(_unless(found_inf, own))
         guard = scales.sum()
@@ -102,6 +122,8 @@ class OneBitAllreduce:
         sign_pack_(None, self.server_error, packed, own, guard=guard)
         all_gather_single(self._received.view(-1), self._average, group=self._group)
         sign_unpack_(self._received, self._gather_scales(own), buffer)
+        if self._factors is not None:
+            buffer.div_(self._factors)
         self.bytes_sent += (self._ranks - 1) * 2 * self._average.numel()
         return guard
 
@@ -112,10 +134,17 @@ class OneBitAllreduce:
         return scales
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's errors; those of other ranks differ."""
+        """Returns this rank's errors, of values without factors; those of other ranks differ."""
         if self._ranks == 1:
             return {}
-        return {"worker_error": self.worker_error, "server_error": self.server_error}
+        errors = {"worker_error": self.worker_error, "server_error": self.server_error}
+        if self._factors is None:
+            return errors
+        return {name: error / self._factors_of(name) for name, error in errors.items()}
+
+    def _factors_of(self, name: str) -> Tensor:
+        assert self._factors is not None
+        return self._factors if name == "worker_error" else self._factors[self._own]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state_dict` of the same rank among as many.
@@ -123,12 +152,14 @@ class OneBitAllreduce:
         Raises:
             ValueError: the errors have other sizes.
         """
-        for name, own in self.state_dict().items():
-            saved = state.get(name)
+        for name in self.state_dict():
+            own, saved = getattr(self, name), state.get(name)
             if saved is None or saved.shape != own.shape:
                 got = "none" if saved is None else list(saved.shape)
                 raise ValueError(f"{name}: expected the shape {list(own.shape)}, got {got}")
             own.copy_(saved)
+            if self._factors is not None:
+                own.mul_(self._factors_of(name))
 
 
 def _unless(found_inf: Tensor | None, value: Tensor) -> Tensor:

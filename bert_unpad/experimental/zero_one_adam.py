@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bert_unpad.ops.optim import multi_tensor_l2norm
 from bert_unpad.optim.checks import check_count, is_count
-from bert_unpad.optim.one_bit import OneBitOptimizer, Segment
+from bert_unpad.optim.one_bit import OneBitOptimizer, Scale, Segment
 from bert_unpad.optim.parameter_lists import scalar
 
 
@@ -37,7 +37,7 @@ class ZeroOneAdam(OneBitOptimizer):
     What `OneBitAdam` says about gradients, weights that had none, and one rank holds here too.
 
     Args:
-        params, lr, betas, eps, weight_decay, master_weights, skip_non_finite, group: as in
+        params, lr, betas, eps, weight_decay, master_weights, skip_non_finite, group, scale: as in
             `OneBitAdam`.
         freeze_step: steps in which the variance may change; 1 or more.
         var_update_scaler: updates of the variance after which the steps between them double.
@@ -64,6 +64,7 @@ class ZeroOneAdam(OneBitOptimizer):
         master_weights: bool = False,
         skip_non_finite: bool = False,
         group: dist.ProcessGroup | None = None,
+        scale: Scale = "buffer",
     ) -> None:
         check_count("var_update_scaler", var_update_scaler)
         check_count("local_step_scaler", local_step_scaler)
@@ -80,7 +81,7 @@ class ZeroOneAdam(OneBitOptimizer):
         self._last_guard: Tensor | None = None  # of that exchange; None after a step without one
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         options["master_weights"] = master_weights
-        super().__init__(params, options, freeze_step, skip_non_finite, group)
+        super().__init__(params, options, freeze_step, skip_non_finite, group, scale)
 
     @property
     def averages_gradients(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,11 @@ from bert_unpad.ops.optim import adam_, frozen_adam_, multi_tensor_l2norm
 from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.optim.checks import check_count
 from bert_unpad.optim.parameter_lists import ParameterList
+
+Scale = Literal["buffer", "tensor", "row", "element"]
+# Roots of the variance count as at least that share of their root mean square: the momentum of a
+# weight that had almost no gradients would otherwise outweigh all others once it has one.
+LEAST_ROOT = 0.03
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,10 @@ class OneBitOptimizer(FusedOptimizer):
         freeze_step: number of steps after which the variance stays as it is.
         skip_non_finite: as in `FusedAdam`, while gradients are averaged.
         group: the ranks, by default all; one if torch.distributed is not initialised.
+        scale: what has one scale, see `OneBitAdam`.
 
     Raises:
-        ValueError: a number is out of range; the message names it.
+        ValueError: a number is out of range, or `scale` unknown; the message names it.
     """
 
     rounds = False
@@ -60,8 +66,13 @@ class OneBitOptimizer(FusedOptimizer):
         freeze_step: int,
         skip_non_finite: bool,
         group: dist.ProcessGroup | None,
+        scale: Scale,
     ) -> None:
         check_count("freeze_step", freeze_step)
+        if scale not in get_args(Scale):
+            expected = ", ".join(get_args(Scale))
+            raise ValueError(f"scale: expected one of {expected}, got {scale!r}")
+        self.scale = scale
         self.freeze_step = freeze_step
         self._ranks = group
         self._checked = False
@@ -169,6 +180,8 @@ class OneBitOptimizer(FusedOptimizer):
             self._check()
         if self.averages_gradients:
             loss = super().step(closure)
+            if self._segments:
+                self._set_factors()  # the variance has changed
         else:
             loss = None
             if closure is not None:
@@ -255,6 +268,28 @@ class OneBitOptimizer(FusedOptimizer):
                 self._saved_errors = None
             self._exchange = exchange
         self._flat, self._segments = flat, list(lists.values())
+        self._set_factors()
+
+    def _set_factors(self) -> None:
+        """Has what is compressed multiplied by one over the root of the variance, if `scale` says.
+
+        The variance is the same on all ranks, so no factor travels.
+        """
+        if self.scale == "buffer" or self._exchange is None or self._exchange.ranks == 1:
+            return
+        for segment in self._segments:
+            for view, variance in zip(
+                segment.views, self._states(segment, "exp_avg_sq"), strict=True
+            ):
+                if self.scale == "row" and variance.dim() > 1:
+                    variance = variance.flatten(1).mean(1).view(-1, *[1] * (variance.dim() - 1))
+                elif self.scale != "element":
+                    variance = variance.mean()
+                view.copy_(variance)
+        mean = self._flat.mean()
+        variance = self._flat.clamp(min=LEAST_ROOT**2 * mean) / mean
+        exponents = torch.where(mean > 0, variance, 1.0).frexp().exponent // 2
+        self._exchange.use_factors(torch.ldexp(torch.ones_like(self._flat), -exponents))
 
     def _states(self, segment: Segment, name: str) -> list[Tensor]:
         return [self.state[param][name] for param in segment.params]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bert_unpad.optim.one_bit import OneBitOptimizer
+from bert_unpad.optim.one_bit import OneBitOptimizer, Scale
 from bert_unpad.optim.parameter_lists import ParameterList, scalar
 
 
@@ -45,9 +45,15 @@ class OneBitAdam(OneBitOptimizer):
             and count it in `skipped_steps`. Afterwards all ranks always skip such a step together,
             and leave errors and state as they are.
         group: the ranks, by default all; one if torch.distributed is not initialised.
+        scale: what has one scale when momenta are compressed. "buffer": all values, as in the
+            authors' implementation. Else each value is first multiplied by one over the root of the
+            mean variance of its tensor, of its row (the first dimension of a parameter with
+            several), or by that of its own ("element"), to a power of 2, and divided afterwards.
+            That sends nothing more, because all ranks have the same variance, and takes 4 bytes a
+            parameter more.
 
     Raises:
-        ValueError: a number is out of range; the message names it.
+        ValueError: a number is out of range, or `scale` unknown; the message names it.
     """
 
     def __init__(
@@ -63,10 +69,11 @@ class OneBitAdam(OneBitOptimizer):
         master_weights: bool = False,
         skip_non_finite: bool = False,
         group: dist.ProcessGroup | None = None,
+        scale: Scale = "buffer",
     ) -> None:
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         options |= {"bias_correction": bias_correction, "master_weights": master_weights}
-        super().__init__(params, options, freeze_step, skip_non_finite, group)
+        super().__init__(params, options, freeze_step, skip_non_finite, group, scale)
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         state = super()._state_of(param, group)

@@ -12,7 +12,7 @@ from torch import Tensor
 from bert_unpad.ops.optim import frozen_lamb_sums_, multi_tensor_l2norm
 from bert_unpad.optim.checks import check_number
 from bert_unpad.optim.lamb import adapts
-from bert_unpad.optim.one_bit import OneBitOptimizer, Segment
+from bert_unpad.optim.one_bit import OneBitOptimizer, Scale, Segment
 from bert_unpad.optim.parameter_lists import ParameterList, scalar
 
 _ops = torch.ops.bert_unpad
@@ -43,6 +43,7 @@ class OneBitLAMB(OneBitOptimizer):
     Args:
         params, lr, betas, eps, weight_decay, freeze_step, master_weights, skip_non_finite, group:
             as in `OneBitAdam`.
+        scale: as in `OneBitAdam`. All but "buffer" take the place of `scaling_coeff`, which is 1.
         always_adapt: apply the ratio to parameters without weight decay too.
         min_coeff, max_coeff: bounds of c while gradients are averaged.
         coeff_beta: decay rate of the average of c; 1 / (1 - coeff_beta) should be at most
@@ -73,6 +74,7 @@ class OneBitLAMB(OneBitOptimizer):
         master_weights: bool = False,
         skip_non_finite: bool = False,
         group: dist.ProcessGroup | None = None,
+        scale: Scale = "buffer",
     ) -> None:
         for name, low, high in (
             ("min_coeff", min_coeff, max_coeff),
@@ -88,7 +90,7 @@ class OneBitLAMB(OneBitOptimizer):
         self._scales: list[list[float]] = []  # scaling_coeff by segment, once it is known here
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         options |= {"always_adapt": always_adapt, "master_weights": master_weights}
-        super().__init__(params, options, freeze_step, skip_non_finite, group)
+        super().__init__(params, options, freeze_step, skip_non_finite, group, scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of `torch.optim.AdamW`; see `FusedAdam`."""
@@ -163,6 +165,8 @@ class OneBitLAMB(OneBitOptimizer):
             mean = torch.cat(roots).mean()
             for segment, root in zip(segments, roots, strict=True):
                 scales = torch.where(root > 0, mean / root, 1.0)
+                if self.scale != "buffer":
+                    scales = torch.ones_like(scales)
                 torch._foreach_copy_(self._states(segment, "scaling_coeff"), list(scales.unbind()))
                 torch._foreach_mul_(self._states(segment, "last_factor"), 0.0)
                 torch._foreach_add_(self._states(segment, "last_factor"), 1.0)

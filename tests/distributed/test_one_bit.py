@@ -83,6 +83,35 @@ def test_averages_and_errors(world_size):
                 torch.testing.assert_close(server, own, rtol=1e-5, atol=1e-6)
 
 
+def _with_factors(rank: int, world_size: int, size: int) -> list[bool]:
+    """Whether factors do what multiplying by hand does, and errors outlast a change of factors."""
+    exponents = torch.arange(size) % 5 - 2
+    first, second = torch.exp2(exponents.float()), torch.exp2(-exponents.float())
+    plain, factored, seen = OneBitAllreduce(size, "cpu"), OneBitAllreduce(size, "cpu"), []
+    factored.use_factors(first)
+    for number, buffer in enumerate(_buffers(rank, size, 0)):
+        factors = first if number < 2 else second
+        if number == 2:
+            factored.use_factors(second)
+            plain.worker_error *= second / first
+            part = factored._own
+            plain.server_error *= second[part] / first[part]
+        by_hand = buffer * factors
+        plain.average_(by_hand)
+        factored.average_(buffer)
+        seen.append(torch.equal(by_hand / factors, buffer))
+        seen.append(
+            torch.equal(plain.worker_error / factors, factored.state_dict()["worker_error"])
+        )
+    assert plain.bytes_sent == factored.bytes_sent
+    return seen
+
+
+def test_factors_are_those_of_the_values():
+    for seen in run_ranks(_with_factors, 2, 1000):
+        assert all(seen)
+
+
 def _bad(rank: int, world_size: int) -> list[tuple[bool, bool]]:
     """Whether each average took place, and whether it changed an error."""
     allreduce, seen = OneBitAllreduce(300, "cpu"), []

@@ -79,3 +79,51 @@ def test_a_step_that_one_rank_leaves_out_keeps_weights_the_same():
 def test_a_negative_clipper_is_refused():
     with pytest.raises(ValueError, match="local_step_clipper: expected a power of 2, got -4"):
         ZeroOneAdam([nn.Parameter(torch.ones(2))], local_step_clipper=-4)
+
+
+def _after_one_exchange(rank: int, world_size: int, shapes: list, sizes: list) -> dict[str, float]:
+    """How much of the momenta is lost by one exchange, by `scale`; gradients are of `sizes`."""
+    found = {}
+    for scale in ("buffer", "tensor", "row", "element"):
+        draw = torch.Generator().manual_seed(derived(3))
+        params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        signs = [torch.randint(0, 2, shape, generator=draw) * 2.0 - 1.0 for shape in shapes]
+        optimizer = OneBitAdam(params, freeze_step=4, scale=scale)
+        for _ in range(5):
+            for param, sign, size in zip(params, signs, sizes, strict=True):
+                param.grad = sign * size
+            optimizer.step()
+        lost, whole = 0.0, 0.0
+        for param in params:
+            momentum = param.grad * (1 - 0.9**5)
+            lost += (optimizer.state[param]["exp_avg"] - momentum).square().sum()
+            whole += momentum.square().sum()
+        found[scale] = float(lost / whole)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "exact"),
+    [
+        ([torch.tensor(1.0), torch.tensor(0.25)], ["tensor", "row", "element"]),
+        ([torch.tensor([[1.0], [0.25], [0.125]]), torch.tensor(0.5)], ["row", "element"]),
+        ([torch.tensor([1.0, 0.5, 0.125, 0.25]), torch.tensor(0.5)], ["element"]),
+    ],
+)
+def test_values_that_share_a_size_and_a_scale_lose_nothing(sizes, exact):
+    for lost in run_ranks(_after_one_exchange, 2, [(3, 4), (5,)], sizes):
+        assert all((lost[scale] < 1e-9) == (scale in exact) for scale in lost), lost
+
+
+def _without_gradients(rank: int, world_size: int) -> Tensor:
+    param = nn.Parameter(torch.ones(8))
+    optimizer = OneBitAdam([param], freeze_step=1, scale="row", weight_decay=0.0)
+    for _ in range(3):
+        param.grad = torch.zeros(8)
+        optimizer.step()
+    return param.detach()
+
+
+def test_a_variance_of_zero_everywhere_has_factors_too():
+    for weights in run_ranks(_without_gradients, 2):
+        assert torch.equal(weights, torch.ones(8))

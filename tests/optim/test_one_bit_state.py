@@ -18,8 +18,8 @@ from tests.support.processes import run_ranks
 from tests.support.seeds import derived
 
 
-def _resume(rank: int, world_size: int, kind: str, at: int) -> bool:
-    whole, first = Run(kind), Run(kind)
+def _resume(rank: int, world_size: int, kind: str, at: int, scale: str) -> bool:
+    whole, first = Run(kind, scale=scale), Run(kind, scale=scale)
     for step in range(at):
         whole.step(step)
         first.step(step)
@@ -30,7 +30,7 @@ def _resume(rank: int, world_size: int, kind: str, at: int) -> bool:
     torch.save([params, first.optimizer.state_dict(), first.optimizer.local_state()], buffer)
     buffer.seek(0)
     params, state, local = torch.load(buffer, weights_only=True)
-    second = Run(kind)
+    second = Run(kind, scale=scale)
     for param, value in zip(second.params, params, strict=True):
         param.data.copy_(value)
     second.optimizer.load_state_dict(state)
@@ -44,9 +44,14 @@ def _resume(rank: int, world_size: int, kind: str, at: int) -> bool:
     )
 
 
-def _resumes(rank: int, world_size: int) -> dict[tuple[str, int], bool]:
+def _resumes(rank: int, world_size: int) -> dict[tuple[str, int, str], bool]:
     # Before and at the end of the warm-up, in the middle, and within an interval of 0/1 Adam.
-    return {(k, at): _resume(rank, world_size, k, at) for k in OPTIMIZERS for at in (3, 5, 9, 14)}
+    places = [(at, "buffer") for at in (3, 5, 9, 14)] + [(at, "row") for at in (3, 9, 14)]
+    return {
+        (kind, at, scale): _resume(rank, world_size, kind, at, scale)
+        for kind in OPTIMIZERS
+        for at, scale in places
+    }
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -170,6 +175,7 @@ def test_sharded_and_different_parameters_are_refused():
     [
         (OneBitAdam, {"freeze_step": 0}, "freeze_step: expected an integer of 1 or more, got 0"),
         (OneBitAdam, {"freeze_step": True}, "freeze_step: expected an integer of 1 or more, got T"),
+        (OneBitAdam, {"scale": "column"}, "scale: expected one of buffer, tensor, row, element, g"),
         (OneBitAdam, {"lr": -1.0}, "lr: expected a number of 0 or more"),
         (OneBitLAMB, {"betas": (0.9, 1.0)}, "betas: expected two numbers in"),
         (
