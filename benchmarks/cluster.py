@@ -1,16 +1,12 @@
 """What each way of sending less buys on slow links: real runs of the trainer on several hosts.
 
     python -m benchmarks.cluster                                # about 50 minutes on quiet cores
-    python -m benchmarks.cluster --hosts 2 --rates 200mbit --seeds 1 --only "plain DDP" "+ bf16"
+    python -m benchmarks.cluster --hosts 2 --rates 200mbit --only "plain DDP" "+ bf16"
 
 Trains a small BERT (configs/bert_small.yaml) with gloo, one process of one thread on each host.
 Hosts are network namespaces joined by links of limited rate (where the rights for that are missing
-it says so and uses loopback). Two parts:
-
-- losses, on two hosts without a limit, which do not depend on it: `--loss-steps` updates of each
-  contender with `--seeds` seeds, held-out loss at the end;
-- times and bytes, for each number of hosts and rate: all contenders in turns, `--rounds` times,
-  `--steps` updates each, of which those behind `--settle` count.
+it says so and uses loopback). All contenders take turns, `--rounds` times, `--steps` updates each,
+of which those after `--settle` count. What they learn: `python -m benchmarks.convergence`.
 
 What is done is kept in FOLDER: the same command continues where it was stopped.
 
@@ -208,50 +204,6 @@ def measure_link(
     return {"hosts": count, "rate": rate, "results": rows}
 
 
-def trained(ranks: RankPool, name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Losses of one run: in the end on held-out text, and while it trained."""
-    more = {
-        "schedule.total_steps": options.loss_steps,
-        "comm.start": options.start,
-        "evaluation.examples": options.examples,
-        "seed": seed,
-    }
-    lines, _ = train(ranks, settings_of(name, options.folder / "loss", options, **more))
-    (end,) = (line["mlm_loss"] for line in lines if line["kind"] == "evaluation")
-    return {"end": end, "curve": [line["loss"] for line in lines if line["kind"] == "train"]}
-
-
-def measure_losses(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Held-out loss of each contender and seed."""
-    command = [sys.executable, "-m", "benchmarks.cluster", WORKER]
-    rows = []
-    ranks = RankPool(command, 2)
-    try:
-        for name in options.only:
-            if name == ALONE:
-                continue
-            runs = []
-            for seed in range(options.seeds):
-                path = options.folder / "losses" / f"{name.replace('/', '-')}, seed {seed}.json"
-                runs.append(kept(path, partial(trained, ranks, name, seed, options)))
-            losses = [run["end"] for run in runs]
-            print(f"{name}: held-out loss {', '.join(f'{x:.3f}' for x in losses)}", flush=True)
-            rows.append(
-                {
-                    "contender": name,
-                    "held_out_mlm_loss": statistics.fmean(losses),
-                    "held_out_mlm_loss_of_seeds": losses,
-                    "training_loss": [
-                        round(statistics.fmean(x), 4)
-                        for x in zip(*(run["curve"] for run in runs), strict=True)
-                    ],
-                }
-            )
-    finally:
-        ranks.close()
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmark_cluster"))
@@ -263,10 +215,6 @@ def main() -> None:
     parser.add_argument("--timed-start", type=int, default=3, help="its first, by plain allreduces")
     parser.add_argument("--batch", type=int, default=32, help="sequences, of all hosts")
     parser.add_argument("--period", type=int, default=8, help="updates between averages of models")
-    parser.add_argument("--loss-steps", type=int, default=160, help="updates of a run for losses")
-    parser.add_argument("--start", type=int, default=32, help="its first, by plain allreduces")
-    parser.add_argument("--seeds", type=int, default=3, help="0: times only")
-    parser.add_argument("--examples", type=int, default=400, help="held out")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     harness.add_name(parser, "cluster")
     options = parser.parse_args()
@@ -277,7 +225,6 @@ def main() -> None:
         settings = settings_of(name, options.folder / "x", options, **more)
         config, _ = read_config([f"--{key}={value}" for key, value in settings.items()])
     prepare(config.data)  # before any clock runs
-    losses = measure_losses(options) if options.seeds else []
     load = os.getloadavg()[0]  # above 1: the machine has other work to do
     links = []
     for count, rate in itertools.product(options.hosts, options.rates):
@@ -288,17 +235,17 @@ def main() -> None:
                 print(f"no link of limited rate, using loopback: {error}", file=sys.stderr)
                 hosts, rate = loopback(), "loopback"
             links.append(measure_link(hosts, count, rate, options))
-    show(links, losses)
+    show(links)
     left_out = ("folder", "only", "name", "hosts", "rates")
     payload = {k: v for k, v in vars(options).items() if k not in left_out}
-    payload |= {"load_average_before": load, "links": links, "losses": losses}
+    payload |= {"load_average_before": load, "links": links}
     payload["settings"] = {name: CONTENDERS[name] for name in options.only}
     path = harness.save(options.name, "cpu", harness.command(), payload)
-    draw(path.with_suffix(".png"), links, losses)
+    draw(path.with_suffix(".png"), links)
     print(f"written: {path} and {path.with_suffix('.png').name}")
 
 
-def show(links: list[dict[str, Any]], losses: list[dict[str, Any]]) -> None:
+def show(links: list[dict[str, Any]]) -> None:
     for link in links:
         print(f"\n{link['hosts']} hosts, {link['rate']}")
         for row in link["results"]:
@@ -308,8 +255,6 @@ def show(links: list[dict[str, Any]], losses: list[dict[str, Any]]) -> None:
                 f"{max(spread):.3f})  {row['bytes_per_step'] / 1e6:8.3f} MB a step"
                 + (f"  {row['of_no_exchange']:.2f}x" if "of_no_exchange" in row else "")
             )
-    for row in losses:
-        print(f"  {row['contender']:<20} held-out loss {row['held_out_mlm_loss']:.4f}")
 
 
 if __name__ == "__main__":

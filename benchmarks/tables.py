@@ -1,5 +1,5 @@
-"""Writes docs/benchmarks.md, and the figures of README and docs/embedding.md, from the results, so
-that no figure goes stale.
+"""Writes docs/benchmarks.md, docs/papers.md, and the figures of README and docs/embedding.md, from
+the results, so that no figure goes stale.
 
     python -m benchmarks.tables           # after a benchmark has written its JSON file
     python -m benchmarks.tables --check   # writes nothing; fails where a file is out of date
@@ -14,9 +14,11 @@ import argparse
 import sys
 
 from benchmarks.lib import (
+    convergence_tables,
     data_tables,
     embed_tables,
     gpu_tables,
+    papers,
     rank_tables,
     speed_tables,
     training_tables,
@@ -34,6 +36,7 @@ from benchmarks.lib.report import (
 )
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+PAPERS = ROOT / "docs" / "papers.md"
 README = ROOT / "README.md"
 EMBEDDING = ROOT / "docs" / "embedding.md"
 BEGIN = "<!-- figures: written by python -m benchmarks.tables -->"
@@ -87,6 +90,7 @@ def page() -> str:
         rank_tables.cluster(),
         rank_tables.rank_speeds(),
         rank_tables.one_bit(),
+        convergence_tables.convergence(),
         training_tables.families(),
         training_tables.growth(),
         training_tables.tuned_optimizers(),
@@ -166,6 +170,7 @@ def main() -> None:
     stale = []
     pages = {
         PAGE: page(),
+        PAPERS: papers.page(),
         README: with_figures(README.read_text(), summary()),
         EMBEDDING: with_figures(EMBEDDING.read_text(), embed_tables.embedding()),
     }

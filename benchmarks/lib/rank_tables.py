@@ -141,7 +141,7 @@ def clipping_time() -> str:
 
 
 def cluster() -> str:
-    """Ways of sending less: seconds, bytes and losses."""
+    """Ways of sending less: seconds and bytes."""
     found = read("cluster")
     if found is None:
         return ""
@@ -158,17 +158,6 @@ def cluster() -> str:
             rows.append(row)
         header = ["", "s of an update", "range of rounds", "of no exchange", "MB"]
         parts += [f"{link['hosts']} hosts, {link['rate']}:", table(header, rows)]
-    rows = [
-        [
-            x["contender"],
-            ", ".join(
-                f"`{key}: {value}`" for key, value in found["settings"][x["contender"]].items()
-            ),
-            f"{x['held_out_mlm_loss']:.3f}",
-            between(x["held_out_mlm_loss_of_seeds"], 3),
-        ]
-        for x in found["losses"]
-    ]
     counted = found["steps"] - found["settle"]
     return section(
         "Hosts on slow links",
@@ -178,13 +167,10 @@ def cluster() -> str:
         f"{count(found['rounds'], 'round')} in turns; MB are what a host sends in an update. "
         "`no exchange` lets each rank train a model of its own. More "
         "than two hosts share two cores here, so their updates take longer. "
-        "[What to set on a cluster](training/clusters.md#what-to-set).",
+        "[What to set on a cluster](training/clusters.md#what-to-set); [what models learn "
+        "with each](#what-models-learn).",
         source("cluster", found),
         *parts,
-        f"Held-out losses after {found['loss_steps']} updates on two hosts, "
-        f"{count(found['seeds'], 'seed')}; plain allreduces in the first {found['start']} where a "
-        f"method has a warm-up, averages of models every {found['period']}:",
-        table(["", "settings", "held-out loss, mean", "range of seeds"], rows, text_columns=2),
         figures("cluster"),
     )
 

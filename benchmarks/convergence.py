@@ -1,0 +1,300 @@
+"""What a small encoder learns with each way of clipping, of sending less, optimizer and precision.
+
+    python -m benchmarks.convergence                         # about an hour on two quiet cores
+    python -m benchmarks.convergence --tables optimizers --seeds 1
+
+The testbed is configs/quickstart.yaml's ModernBERT on the quickstart's text, 128 wide. All runs
+begin with the weights of one that has reached a masked accuracy above 30 %: models use the context
+from the first update on. (Runs from fresh weights differ most in when they begin to use it, which
+seeds decide as much as methods do.) `plain` has --seeds seeds in any case; they say how far equal
+runs are apart. Optimizers train on one rank; of each, LEARNING_RATES are tried with seed 0 before
+the best has more seeds. Runs may go on beside other work: no times are taken.
+
+Runs are kept in --folder and not repeated, so that the same command continues where it was stopped;
+--only takes some contenders, and two commands may run at once. After each run all that is there is
+written to benchmarks/results/cpu/convergence.json and convergence.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster import CONTENDERS, OVERLAP
+from benchmarks.lib import harness
+from benchmarks.lib.processes import RankPool, serve
+from benchmarks.lib.training_runs import ROOT, as_arguments, train_here
+from bert_unpad._files import replacing
+from bert_unpad._plots import new_figure, save_figure
+from bert_unpad.pretrain.output.metrics import read_json_lines
+
+WORKER = "--worker"
+PLAIN = "plain"
+START = "start"
+STEPS = {START: 800, "continued": 300}
+TESTBED = {
+    "config": ROOT / "configs" / "quickstart.yaml",
+    "device": "cpu",
+    "resume": "never",
+    "checkpoint.every": 0,
+    "evaluation.every": 0,
+    "evaluation.examples": 1000,
+    "logging.every": 10,
+    "logging.progress": "none",
+}
+FIRST = {
+    "model.hidden_size": 128,
+    "model.num_attention_heads": 2,
+    "model.intermediate_size": 192,
+    "optimizer.lr": 3e-3,
+    "schedule.total_steps": STEPS[START],
+}
+CONTINUED = {
+    "model.hidden_size": "null",  # the start's
+    "model.num_hidden_layers": "null",
+    "model.num_attention_heads": "null",
+    "model.intermediate_size": "null",
+    "model.max_position_embeddings": "null",
+    "optimizer.lr": 1.5e-3,
+    "schedule.total_steps": STEPS["continued"],
+    "comm.start": STEPS["continued"] // 5,  # updates with plain allreduces, where some are needed
+    "comm.local_sgd_period": 8,
+}
+_SENT_LESS = ("local SGD", "DreamDDP", "PowerSGD", "GradientFlow")
+_ZERO_ONE = CONTENDERS["0/1 Adam"]
+
+
+def _scaled(name: str, scale: str) -> dict[str, Any]:
+    return CONTENDERS[name] | {"optimizer.arguments": json.dumps({"scale": scale})}
+
+
+# Of each table: a contender's settings in place of the testbed's.
+TABLES: dict[str, dict[str, dict[str, Any]]] = {
+    "sync": {
+        "1-bit Adam": CONTENDERS["1-bit Adam"],
+        "1-bit Adam, scale element": _scaled("1-bit Adam", "element"),
+        "bf16, error feedback": CONTENDERS["+ bf16"],
+        # After 60 updates with an exchange in each, 2, 4, then 8 updates between exchanges.
+        "0/1 Adam, local steps": _ZERO_ONE
+        | {"optimizer.arguments": '{"local_step_scaler": 60, "local_step_clipper": 8}'},
+        "1-bit Adam, scale row": _scaled("1-bit Adam", "row"),
+        "1-bit Adam, scale tensor": _scaled("1-bit Adam", "tensor"),
+        **{name: CONTENDERS[name] for name in _SENT_LESS},
+        "MT-DAO": CONTENDERS["MT-DAO"]
+        | {"optimizer.betas": "[0.999, 0.98]", "optimizer.arguments": '{"period": 8}'},
+        "0/1 Adam": _ZERO_ONE,
+        "0/1 Adam, scale element": _scaled("0/1 Adam", "element"),
+        "1-bit LAMB": CONTENDERS["1-bit LAMB"],
+        "1-bit LAMB, scale element": _scaled("1-bit LAMB", "element"),
+    },
+    "clipping": {
+        "none": {"clip.mode": "none"},
+        "bucket, adaptive": OVERLAP,
+        "before": {"clip.mode": "before"},
+        "bucket, equal": OVERLAP | {"clip.policy": "equal"},
+    },
+    "optimizers": {
+        "AdamW": {},
+        "LAMB": {"optimizer.name": "lamb"},
+        "LANS": {"optimizer.name": "lans"},
+        "MERIT": {"optimizer.name": "bert_unpad.experimental.MERIT"},
+        "StableAdamW": {"optimizer.name": "stable_adamw"},
+        "Muon": {"optimizer.name": "muon"},
+        "CAME": {
+            "optimizer.name": "pytorch_optimizer.CAME",
+            "optimizer.betas": "[0.9, 0.98, 0.9999]",
+        },
+    },
+    "precision": {"bf16": {"precision": "bf16"}, "fp8": {"precision": "fp8"}},
+}
+# Between the second and the third all optimizers have their best, unless the table shows otherwise.
+LEARNING_RATES = {
+    "LAMB": (5e-3, 1e-2, 2e-2),
+    "LANS": (5e-3, 1e-2, 2e-2),
+    "MERIT": (1.5e-3, 3e-3, 6e-3),
+}
+DEFAULT_LEARNING_RATES = (7.5e-4, 1.5e-3, 3e-3)
+
+
+def work(arguments: list[str]) -> int:
+    """One run on one rank; its exit code, 0 too where it has diverged."""
+    try:
+        return train_here(arguments)
+    except FloatingPointError:
+        return 0
+
+
+class Testbed:
+    """Runs, each made once and kept.
+
+    Args:
+        folder: of what is kept.
+        ranks: of the runs.
+    """
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.folder, self._count = folder, ranks
+        self._ranks: RankPool | None = None
+
+    def path(self, name: str, seed: int) -> Path:
+        return self.folder / f"{name.replace('/', '-')}, seed {seed}.json"
+
+    def run_dir(self, name: str, seed: int) -> Path:
+        return self.path(name, seed).with_suffix("")
+
+    def continued(self, name: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+        """A run from the weights of the start; see `run`."""
+        weights = {"model.preset": self.run_dir(START, 0) / "model"}
+        return self.run(name, seed, CONTINUED | weights | settings)
+
+    def run(self, name: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+        """What a run has reached; loss and accuracy are None where it has diverged."""
+        path = self.path(name, seed)
+        if not path.exists():
+            run_dir = self.run_dir(name, seed)
+            arguments = as_arguments(TESTBED | settings | {"run_dir": run_dir, "seed": seed})
+            if self._ranks is None:
+                command = [sys.executable, "-m", "benchmarks.convergence", WORKER]
+                self._ranks = RankPool(command, self._count)
+            if code := self._ranks.run(arguments):
+                raise SystemExit(f"{name} has failed with code {code}; its message is above")
+            lines = read_json_lines(run_dir / "metrics.jsonl")
+            end = [line for line in lines if line["kind"] == "evaluation"]
+            found = {
+                "seed": seed,
+                "mlm_loss": end[-1]["mlm_loss"] if end else None,
+                "mlm_accuracy": end[-1]["mlm_accuracy"] if end else None,
+                "clipped_share": statistics.fmean(
+                    line["clipped_share"] or 0.0 for line in lines if line["kind"] == "train"
+                ),
+                "training_loss": [round(x["loss"], 4) for x in lines if x["kind"] == "train"],
+            }
+            with replacing(path) as temporary:
+                temporary.write_text(json.dumps(found))
+            print(f"{name}, seed {seed}: {found['mlm_loss']}", flush=True)
+        return json.loads(path.read_text())
+
+    def found(self, name: str) -> list[dict[str, Any]]:
+        """The kept runs of that name, by seed."""
+        paths = self.folder.glob(f"{name.replace('/', '-')}, seed *.json")
+        return sorted((json.loads(path.read_text()) for path in paths), key=lambda x: x["seed"])
+
+
+def rates_of(name: str) -> tuple[float, ...]:
+    """The learning rates that are tried for an optimizer."""
+    return LEARNING_RATES.get(name, DEFAULT_LEARNING_RATES)
+
+
+def best_rate(testbed: Testbed, name: str) -> float:
+    """The one whose run with seed 0 has the least loss, of those that have been tried."""
+    losses = {
+        rate: runs[0]["mlm_loss"]
+        for rate in rates_of(name)
+        if (runs := testbed.found(f"{name}, lr {rate:g}")) and runs[0]["mlm_loss"] is not None
+    }
+    return min(losses, key=losses.__getitem__)
+
+
+def row_of(name: str, settings: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    losses = [run["mlm_loss"] for run in runs]
+    accuracies = [run["mlm_accuracy"] for run in runs]
+    sound = None not in losses
+    return {
+        "contender": name,
+        "settings": {key: str(value) for key, value in settings.items()},
+        "mlm_loss": statistics.fmean(losses) if sound else None,
+        "mlm_loss_of_seeds": losses,
+        "mlm_accuracy": statistics.fmean(accuracies) if sound else None,
+        "mlm_accuracy_of_seeds": accuracies,
+        "clipped_share": statistics.fmean(run["clipped_share"] for run in runs),
+        "training_loss_of_seeds": [run["training_loss"] for run in runs],
+    }
+
+
+def collect(folder: Path) -> dict[str, Any]:
+    """All that has been run: rows of each table."""
+    testbed = Testbed(folder, 0)
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for title, contenders in {START: {START: {}}, PLAIN: {PLAIN: {}}, **TABLES}.items():
+        rows = tables[title] = []
+        for name, settings in contenders.items():
+            if title != "optimizers":
+                if runs := testbed.found(name):
+                    rows.append(row_of(name, settings, runs))
+                continue
+            tried = {f"{rate:g}": testbed.found(f"{name}, lr {rate:g}") for rate in rates_of(name)}
+            tried = {rate: runs for rate, runs in tried.items() if runs}
+            if tried:
+                best = f"{best_rate(testbed, name):g}"
+                row = row_of(name, settings | {"optimizer.lr": best}, tried[best])
+                trials = {rate: runs[0]["mlm_loss"] for rate, runs in tried.items()}
+                rows.append(row | {"mlm_loss_of_rates": trials})
+    return tables
+
+
+def draw(path: Path, tables: dict[str, list[dict[str, Any]]]) -> None:
+    """A point a row: the mean, and the range of the seeds; the band is the range of `plain`."""
+    (plain,) = tables.pop(PLAIN)
+    figure = new_figure(9, 8)
+    axes = figure.add_subplot(xlabel="held-out masked-token loss (nats), mean and range of seeds")
+    axes.axvspan(min(plain["mlm_loss_of_seeds"]), max(plain["mlm_loss_of_seeds"]), alpha=0.15)
+    labels = []
+    for number, rows in enumerate(tables.values()):
+        for row in rows:
+            losses = row["mlm_loss_of_seeds"]
+            if row["mlm_loss"] is not None:
+                place, mean = len(labels), row["mlm_loss"]
+                error = [[mean - min(losses)], [max(losses) - mean]]
+                axes.errorbar(mean, place, xerr=error, fmt="o", color=f"C{number}", capsize=3)
+            labels.append(row["contender"])
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.grid(alpha=0.3)
+    save_figure(figure, path)
+
+
+def write(folder: Path) -> None:
+    tables = collect(folder)
+    payload = {"updates": STEPS, "tables": tables}
+    for name, settings in ((START, FIRST), ("continued", CONTINUED)):
+        payload[name] = {key: str(value) for key, value in settings.items() if value != "null"}
+    path = harness.save("convergence", "cpu", "python -m benchmarks.convergence", payload)
+    if tables[PLAIN]:
+        draw(path.with_suffix(".png"), tables)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "convergence")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--only", nargs="+", metavar="CONTENDER", help="of the tables")
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    options.folder = options.folder.resolve()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    two, one = Testbed(options.folder, 2), Testbed(options.folder, 1)
+    one.run(START, 0, FIRST)
+    if set(options.tables) - {"optimizers"}:
+        for seed in range(options.seeds):
+            two.continued(PLAIN, seed, {})
+    for seed in range(options.seeds):
+        for table in options.tables:
+            for name, settings in TABLES[table].items():
+                if options.only and name not in options.only:
+                    continue
+                if table == "optimizers":
+                    for rate in rates_of(name) if seed == 0 else [best_rate(one, name)]:
+                        own = settings | {"optimizer.lr": rate}
+                        one.continued(f"{name}, lr {rate:g}", seed, own)
+                else:
+                    (one if table == "precision" else two).continued(name, seed, settings)
+                write(options.folder)
+    write(options.folder)
+
+
+if __name__ == "__main__":
+    serve(work) if sys.argv[1:] == [WORKER] else main()

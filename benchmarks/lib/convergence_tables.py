@@ -1,0 +1,95 @@
+"""The section of docs/benchmarks.md on benchmarks.convergence, and its comparisons in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.lib.report import Result, between, count, figures, read, section, source, table
+
+NO_DIFFERENCE = "no difference seen"
+BASELINES = {"optimizers": "AdamW"}  # other tables compare with `plain`
+TITLES = {
+    "sync": "What travels between the ranks (two of them)",
+    "clipping": "How gradients are clipped (two ranks)",
+    "optimizers": "Optimizers (one rank), the best of three learning rates each",
+    "precision": "Precision (one rank), beside AdamW",
+}
+
+
+def rows_of(found: Result) -> dict[str, dict[str, Any]]:
+    """All rows by name, each with the name of its baseline."""
+    rows = {}
+    for title, members in found["tables"].items():
+        base = BASELINES.get(title, "AdamW" if title == "precision" else "plain")
+        rows |= {row["contender"]: row | {"baseline": base} for row in members}
+    return rows
+
+
+def spread(found: Result) -> float:
+    """How far runs of `plain` that differ in the seed alone are apart."""
+    losses = found["tables"]["plain"][0]["mlm_loss_of_seeds"]
+    return max(losses) - min(losses)
+
+
+def compared(found: Result, name: str) -> str:
+    """How far a contender ends from its baseline, or that it is inside the spread."""
+    rows = rows_of(found)
+    row = rows[name]
+    if row["mlm_loss"] is None:
+        return "diverged"
+    apart = row["mlm_loss"] - rows[row["baseline"]]["mlm_loss"]
+    return NO_DIFFERENCE if abs(apart) <= spread(found) else f"{apart:+.3f}"
+
+
+def convergence() -> str:
+    found = read("convergence")
+    if found is None:
+        return ""
+    rows = rows_of(found)
+    plain, start, updates = rows["plain"], rows["start"], found["updates"]
+    parts = []
+    for title, text in TITLES.items():
+        if not found["tables"][title]:
+            continue
+        members = [rows["plain"]] if title in ("sync", "clipping") else []
+        members += found["tables"][title]
+        if title == "precision":
+            members = [rows["AdamW"], *members]
+        lines = []
+        for row in members:
+            name, losses = row["contender"], row["mlm_loss_of_seeds"]
+            shown = [name, _settings(row), str(len(losses))]
+            if row["mlm_loss"] is None:
+                lines.append([*shown, "diverged", "", "", ""])
+                continue
+            apart = "" if name in ("plain", "AdamW") else compared(found, name)
+            shown += [f"{row['mlm_loss']:.3f}", between(losses, 3) if len(losses) > 1 else ""]
+            lines.append([*shown, f"{row['mlm_accuracy']:.1%}", apart])
+        header = ["", "settings", "seeds", "held-out loss", "range of seeds"]
+        header += ["masked tokens right", "from the first row"]
+        parts += [f"{text}:", table(header, lines, text_columns=2)]
+    return section(
+        "What models learn",
+        f"A ModernBERT, 4 layers of 128, that {updates['start']} updates have brought to "
+        f"{start['mlm_accuracy']:.1%} of the masked tokens of held-out text, trains "
+        f"{updates['continued']} updates more, with fresh optimizer states: a batch of 16, "
+        f"learning rate {found['continued']['optimizer.lr']}, `clip.mode: after` unless it is "
+        "said otherwise. Methods with a warm-up send whole gradients in the first "
+        f"{found['continued']['comm.start']} updates. `plain` has "
+        f"{count(len(plain['mlm_loss_of_seeds']), 'seed')}, which end {spread(found):.4f} nats "
+        f"apart; what is not further from the first row of its table than that is called "
+        f"*{NO_DIFFERENCE}*. So short a run, from weights that are already good, says what a "
+        "method loses, not what it would gain in a long one.",
+        source("convergence", found),
+        *parts,
+        figures("convergence"),
+    )
+
+
+def _settings(row: dict[str, Any]) -> str:
+    """What a row sets, without what all bucket-wise runs set."""
+    common = {"clip.mode": "bucket", "clip.policy": "adaptive", "comm.bucket_mb": "2"}
+    own = {k: v for k, v in row["settings"].items() if common.get(k) != v}
+    if row["contender"].startswith("bucket"):
+        own = row["settings"]
+    return ", ".join(f"`{key}: {value}`" for key, value in own.items())
