@@ -7,8 +7,9 @@ The testbed is configs/quickstart.yaml's ModernBERT on the quickstart's text, 12
 begin with the weights of one that has reached a masked accuracy above 30 %: models use the context
 from the first update on. (Runs from fresh weights differ most in when they begin to use it, which
 seeds decide as much as methods do.) `plain` has --seeds seeds in any case; they say how far equal
-runs are apart. Optimizers train on one rank; of each, LEARNING_RATES are tried with seed 0 before
-the best has more seeds. Runs may go on beside other work: no times are taken.
+runs are apart. In some runs one rank multiplies its gradient by a large number now and then. Of
+each optimizer, LEARNING_RATES are tried with seed 0 before the best has more seeds. Runs may go on
+beside other work: no times are taken.
 
 Runs are kept in --folder and not repeated, so that the same command continues where it was stopped;
 --only takes some contenders, and two commands may run at once. After each run all that is there is
@@ -21,8 +22,13 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.cluster import CONTENDERS, OVERLAP
 from benchmarks.lib import harness
@@ -31,8 +37,11 @@ from benchmarks.lib.training_runs import ROOT, as_arguments, train_here
 from bert_unpad._files import replacing
 from bert_unpad._plots import new_figure, save_figure
 from bert_unpad.pretrain.output.metrics import read_json_lines
+from bert_unpad.pretrain.parallel import Way
 
 WORKER = "--worker"
+POISON = "poison"
+POISON_EVERY = 25
 PLAIN = "plain"
 START = "start"
 STEPS = {START: 800, "continued": 300}
@@ -65,37 +74,65 @@ CONTINUED = {
     "comm.local_sgd_period": 8,
 }
 _SENT_LESS = ("local SGD", "DreamDDP", "PowerSGD", "GradientFlow")
-_ZERO_ONE = CONTENDERS["0/1 Adam"]
+# A variance that stays as it is needs a long memory before, and an eps that limits the updates of
+# weights whose gradients were small until then.
+_LONG = {"optimizer.betas": "[0.9, 0.999]"}
+_STEADY = _LONG | {"optimizer.eps": 1e-4}
+_FROZEN = {"optimizer.name": "onebit_adam"}  # on one rank nothing is compressed
 
 
-def _scaled(name: str, scale: str) -> dict[str, Any]:
-    return CONTENDERS[name] | {"optimizer.arguments": json.dumps({"scale": scale})}
+def _one_bit(name: str, **arguments: Any) -> dict[str, Any]:
+    given = {"optimizer.arguments": json.dumps(arguments)} if arguments else {}
+    return CONTENDERS[name] | _STEADY | given
 
 
+# After comm.start 2, 4, then 8 updates between exchanges, each for 60 updates.
+_LOCAL_STEPS = {"local_step_scaler": 60, "local_step_clipper": 8}
 # Of each table: a contender's settings in place of the testbed's.
 TABLES: dict[str, dict[str, dict[str, Any]]] = {
+    "frozen": {
+        "frozen variance alone, beta2 0.98": _FROZEN,
+        "frozen variance alone, beta2 0.999": _FROZEN | _LONG,
+        "AdamW, beta2 0.999": _LONG,
+        "frozen variance alone, eps 1e-4": _FROZEN | _STEADY,
+        "AdamW, eps 1e-4": _STEADY,
+        "frozen variance alone, after half of the run": _FROZEN | _LONG | {"comm.start": 150},
+    },
     "sync": {
-        "1-bit Adam": CONTENDERS["1-bit Adam"],
-        "1-bit Adam, scale element": _scaled("1-bit Adam", "element"),
+        "1-bit Adam": _one_bit("1-bit Adam"),
+        "1-bit Adam, scale element": _one_bit("1-bit Adam", scale="element"),
+        "1-bit Adam, scale row": _one_bit("1-bit Adam", scale="row"),
+        "1-bit Adam, scale tensor": _one_bit("1-bit Adam", scale="tensor"),
+        "0/1 Adam, scale element, local steps": _one_bit(
+            "0/1 Adam", scale="element", **_LOCAL_STEPS
+        ),
         "bf16, error feedback": CONTENDERS["+ bf16"],
-        # After 60 updates with an exchange in each, 2, 4, then 8 updates between exchanges.
-        "0/1 Adam, local steps": _ZERO_ONE
-        | {"optimizer.arguments": '{"local_step_scaler": 60, "local_step_clipper": 8}'},
-        "1-bit Adam, scale row": _scaled("1-bit Adam", "row"),
-        "1-bit Adam, scale tensor": _scaled("1-bit Adam", "tensor"),
+        "1-bit Adam, beta2 0.98": CONTENDERS["1-bit Adam"],
+        "1-bit Adam, beta2 0.98, scale element": CONTENDERS["1-bit Adam"]
+        | {"optimizer.arguments": '{"scale": "element"}'},
         **{name: CONTENDERS[name] for name in _SENT_LESS},
         "MT-DAO": CONTENDERS["MT-DAO"]
         | {"optimizer.betas": "[0.999, 0.98]", "optimizer.arguments": '{"period": 8}'},
-        "0/1 Adam": _ZERO_ONE,
-        "0/1 Adam, scale element": _scaled("0/1 Adam", "element"),
-        "1-bit LAMB": CONTENDERS["1-bit LAMB"],
-        "1-bit LAMB, scale element": _scaled("1-bit LAMB", "element"),
+        "0/1 Adam": _one_bit("0/1 Adam"),
+        "0/1 Adam, local steps": _one_bit("0/1 Adam", **_LOCAL_STEPS),
+        "0/1 Adam, scale element": _one_bit("0/1 Adam", scale="element"),
+        "1-bit LAMB": _one_bit("1-bit LAMB"),
+        "1-bit LAMB, scale element": _one_bit("1-bit LAMB", scale="element"),
     },
     "clipping": {
         "none": {"clip.mode": "none"},
         "bucket, adaptive": OVERLAP,
         "before": {"clip.mode": "before"},
         "bucket, equal": OVERLAP | {"clip.policy": "equal"},
+    },
+    "poison": {
+        f"{name}, poisoned": settings | {POISON: 1e6}
+        for name, settings in (
+            ("none", {"clip.mode": "none"}),
+            ("after", {"clip.mode": "after"}),
+            ("before", {"clip.mode": "before"}),
+            ("bucket, adaptive", OVERLAP),
+        )
     },
     "optimizers": {
         "AdamW": {},
@@ -111,7 +148,6 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "precision": {"bf16": {"precision": "bf16"}, "fp8": {"precision": "fp8"}},
 }
-# Between the second and the third all optimizers have their best, unless the table shows otherwise.
 LEARNING_RATES = {
     "LAMB": (5e-3, 1e-2, 2e-2),
     "LANS": (5e-3, 1e-2, 2e-2),
@@ -120,12 +156,37 @@ LEARNING_RATES = {
 DEFAULT_LEARNING_RATES = (7.5e-4, 1.5e-3, 3e-3)
 
 
-def work(arguments: list[str]) -> int:
-    """One run on one rank; its exit code, 0 too where it has diverged."""
+@contextmanager
+def poisoned(factor: float) -> Iterator[None]:
+    """Makes rank 1 multiply its gradient in every POISON_EVERY-th update."""
+    honest, calls = Way.accumulate, 0
+
+    def with_poison(way: Way, step: int, counts: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        handles = []
+        if dist.get_rank() == 1 and calls % POISON_EVERY == 0:
+            handles = [p.register_hook(lambda g: g * factor) for p in way.run.model.parameters()]
+        sums = honest(way, step, counts)
+        for handle in handles:
+            handle.remove()
+        return sums
+
+    if factor != 1:
+        Way.accumulate = with_poison
     try:
-        return train_here(arguments)
-    except FloatingPointError:
-        return 0
+        yield
+    finally:
+        Way.accumulate = honest
+
+
+def work(job: dict[str, Any]) -> int:
+    """One run on one rank; its exit code, 0 too where it has diverged."""
+    with poisoned(job["poison"]):
+        try:
+            return train_here(job["arguments"])
+        except FloatingPointError:
+            return 0
 
 
 class Testbed:
@@ -156,11 +217,13 @@ class Testbed:
         path = self.path(name, seed)
         if not path.exists():
             run_dir = self.run_dir(name, seed)
-            arguments = as_arguments(TESTBED | settings | {"run_dir": run_dir, "seed": seed})
+            settings = TESTBED | settings | {"run_dir": run_dir, "seed": seed}
+            poison = settings.pop(POISON, 1.0)
+            job = {"arguments": as_arguments(settings), "poison": poison}
             if self._ranks is None:
                 command = [sys.executable, "-m", "benchmarks.convergence", WORKER]
                 self._ranks = RankPool(command, self._count)
-            if code := self._ranks.run(arguments):
+            if code := self._ranks.run(job):
                 raise SystemExit(f"{name} has failed with code {code}; its message is above")
             lines = read_json_lines(run_dir / "metrics.jsonl")
             end = [line for line in lines if line["kind"] == "evaluation"]
@@ -278,7 +341,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     two, one = Testbed(options.folder, 2), Testbed(options.folder, 1)
     one.run(START, 0, FIRST)
-    if set(options.tables) - {"optimizers"}:
+    if {"sync", "clipping", "poison"} & set(options.tables):
         for seed in range(options.seeds):
             two.continued(PLAIN, seed, {})
     for seed in range(options.seeds):
@@ -291,7 +354,9 @@ def main() -> None:
                         own = settings | {"optimizer.lr": rate}
                         one.continued(f"{name}, lr {rate:g}", seed, own)
                 else:
-                    (one if table == "precision" else two).continued(name, seed, settings)
+                    (one if table in ("frozen", "precision") else two).continued(
+                        name, seed, settings
+                    )
                 write(options.folder)
     write(options.folder)
 

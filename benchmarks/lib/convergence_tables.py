@@ -9,10 +9,12 @@ from benchmarks.lib.report import Result, between, count, figures, read, section
 NO_DIFFERENCE = "no difference seen"
 BASELINES = {"optimizers": "AdamW"}  # other tables compare with `plain`
 TITLES = {
+    "frozen": "A variance that stays as it is after the warm-up, without compression (one rank)",
     "sync": "What travels between the ranks (two of them)",
     "clipping": "How gradients are clipped (two ranks)",
+    "poison": "One of two ranks multiplies its gradient by 1,000,000 in every 25th update",
     "optimizers": "Optimizers (one rank), the best of three learning rates each",
-    "precision": "Precision (one rank), beside AdamW",
+    "precision": "Precision (one rank)",
 }
 
 
@@ -20,7 +22,7 @@ def rows_of(found: Result) -> dict[str, dict[str, Any]]:
     """All rows by name, each with the name of its baseline."""
     rows = {}
     for title, members in found["tables"].items():
-        base = BASELINES.get(title, "AdamW" if title == "precision" else "plain")
+        base = BASELINES.get(title, "plain")
         rows |= {row["contender"]: row | {"baseline": base} for row in members}
     return rows
 
@@ -51,10 +53,8 @@ def convergence() -> str:
     for title, text in TITLES.items():
         if not found["tables"][title]:
             continue
-        members = [rows["plain"]] if title in ("sync", "clipping") else []
+        members = [] if title in BASELINES else [plain]
         members += found["tables"][title]
-        if title == "precision":
-            members = [rows["AdamW"], *members]
         lines = []
         for row in members:
             name, losses = row["contender"], row["mlm_loss_of_seeds"]
@@ -62,7 +62,7 @@ def convergence() -> str:
             if row["mlm_loss"] is None:
                 lines.append([*shown, "diverged", "", "", ""])
                 continue
-            apart = "" if name in ("plain", "AdamW") else compared(found, name)
+            apart = "" if name == rows[name]["baseline"] else compared(found, name)
             shown += [f"{row['mlm_loss']:.3f}", between(losses, 3) if len(losses) > 1 else ""]
             lines.append([*shown, f"{row['mlm_accuracy']:.1%}", apart])
         header = ["", "settings", "seeds", "held-out loss", "range of seeds"]

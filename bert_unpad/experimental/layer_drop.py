@@ -3,8 +3,8 @@
 Zhang and He (2020), "Accelerating Training of Transformer-Based Language Models with Progressive
 Layer Dropping" (arXiv:2010.13369). With theta(t) = (1 - theta) exp(-gamma t) + theta, layer i of L,
 counted from 0, takes part in update t with probability 1 - (i / L) (1 - theta(t)). A layer that is
-left out hands on its input. The paper switches the two halves of pre-LayerNorm layers and scales
-what they add; this model's layers end in a LayerNorm, so a whole layer is switched, unscaled.
+left out hands on its input. The paper switches the two halves of pre-LayerNorm layers one by one
+and scales what they add; here a whole layer is switched, unscaled.
 """
 
 from __future__ import annotations

@@ -289,7 +289,7 @@ class Encoder(nn.Module):
         indices = [index for index in range(len(order)) if self._is_active(index)]
         if not indices and rows is not None:
             x = x.index_select(0, rows.positions)
-        residual = None
+        residual, ran = None, -1
         if self._pre_norm:
             residual = x
             x = normalise(self.LayerNorm, x) if self._config.first_norm else x
@@ -300,6 +300,8 @@ class Encoder(nn.Module):
         for index, layer, positions, next_scale in zip(
             indices, layers, places, scales, strict=False
         ):
+            if residual is not None and index > ran + 1:
+                x = normalise(self._norm_before(index), residual)
             arguments = (
                 x,
                 batch,
@@ -319,7 +321,15 @@ class Encoder(nn.Module):
             else:
                 found = layer(*arguments, next_scale)
             x, residual = found if self._pre_norm else (found, None)
+            ran = index
+        if residual is not None and ran + 1 < len(order):
+            x = normalise(self._norm_before(len(order)), residual)
         return x
+
+    def _norm_before(self, index: int) -> Norm:
+        """With norms before the halves, that of a layer's attention, or after all layers: the layer
+        below has it, because one operator adds its residual and normalises the sum."""
+        return self.layer[self.layer_order[index - 1]].output.LayerNorm  # type: ignore[union-attr]
 
     def _relative(
         self, dtype: torch.dtype

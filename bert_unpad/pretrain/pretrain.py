@@ -161,13 +161,11 @@ _WHOLE = ("none", "lengths")  # schedules that train all layers all the time
 def _growth(run: Run) -> Growth:
     """The stages of the run."""
     config = run.config
-    model = run.model.config
-    whole = model.num_hidden_groups is not None or model.norm_place == "pre"
-    if whole and config.growth.name not in _WHOLE:
+    if run.model.config.num_hidden_groups is not None and config.growth.name not in _WHOLE:
         raise ConfigError(
             "growth.name",
-            f"expected {' or '.join(_WHOLE)} for a model whose layers share weights or hold the "
-            f"norm of the next one (norm_place pre), got {config.growth.name}",
+            f"expected {' or '.join(_WHOLE)} for a model whose layers share weights, got "
+            f"{config.growth.name}",
         )
     return make_growth(
         config.growth,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 
-from torch import nn
+from torch import Tensor, nn
 
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.growth.stage import Stage
@@ -33,14 +33,32 @@ def add_layers(model: EncoderForPreTraining, sources: tuple[int, ...]) -> Copies
     encoder = model.bert.encoder
     layers, fp8 = encoder.layer, encoder.fp8
     copies: Copies = {}
+    norms = _norms(model, sources)
     for source in sources:
         layer = copy.deepcopy(layers[source])
         for ours, theirs in zip(layer.parameters(), layers[source].parameters(), strict=True):
             copies[ours] = theirs
         layers.append(layer)
+    for layer, norm in zip(layers[-len(norms) :], norms, strict=True) if norms else ():
+        layer.output.LayerNorm.load_state_dict(norm)
     encoder.fp8 = fp8  # of each layer
     _note_layers(model)
     return copies
+
+
+def _norms(model: EncoderForPreTraining, sources: tuple[int, ...]) -> list[dict[str, Tensor]]:
+    """What the last norms of the topmost layer and of the new ones become, if norms come first.
+
+    Each is that of the attention above it, so it goes with the layer that it is copied for. On top
+    is the last of all norms. Empty with norms after the halves.
+    """
+    config, bert = model.config, model.bert
+    if config.norm_place == "post" or not sources:
+        return []
+    last = [layer.output.LayerNorm for layer in bert.encoder.layer]
+    bottom = bert.encoder.LayerNorm if config.first_norm else bert.embeddings.LayerNorm
+    first = [last[source - 1] if source else bottom or last[-1] for source in sources]
+    return [copy.deepcopy(norm.state_dict()) for norm in (*first, last[-1])]
 
 
 def _note_layers(model: EncoderForPreTraining) -> None:
@@ -58,5 +76,7 @@ def freeze(model: EncoderForPreTraining, stage: Stage) -> None:
     if stage.frozen:
         bert.encoder.layer[: stage.frozen].requires_grad_(False)
         bert.embeddings.requires_grad_(False)
+        if model.config.first_norm:
+            bert.encoder.LayerNorm.requires_grad_(False)
         # They are the decoder's weight too.
         bert.embeddings.word_embeddings.requires_grad_(model.config.tie_word_embeddings)

@@ -300,6 +300,70 @@ def test_new_layers_are_copies_with_states():
     assert float(new.state[bias]["step"]) == 1
 
 
+PRE_NORM = ["modernbert-base", "eurobert-210m"]  # without and with a norm before the first layer
+
+
+def _pre_norm(preset: str) -> EncoderForPreTraining:
+    """Four layers with norms before the halves, whose weights all differ."""
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 32, "max_position_embeddings": 16, "pad_token_id": 0}
+    sizes |= {"num_key_value_heads": None}
+    torch.manual_seed(derived(7))
+    model = EncoderForPreTraining(EncoderConfig(**PRESETS[preset] | sizes)).train()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def _mlm_loss(model: EncoderForPreTraining) -> torch.Tensor:
+    torch.manual_seed(derived(4))
+    return model(replace(_inputs(), next_sentence_labels=None)).mlm_loss_sum
+
+
+@pytest.mark.parametrize("preset", PRE_NORM)
+def test_norms_go_with_the_layers_that_they_are_before(preset):
+    model = _pre_norm(preset)
+    cut_layers(model, 2)
+    layers, encoder = model.bert.encoder.layer, model.bert.encoder
+    below = encoder if model.config.first_norm else model.bert.embeddings
+    bottom = below.LayerNorm.weight.clone()
+    second, final = (layer.output.LayerNorm.weight.clone() for layer in layers)
+    add_layers(model, (0, 1, 0))
+    found = [layer.output.LayerNorm.weight for layer in layers]
+    wanted = [second, bottom, second, bottom, final]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("preset", PRE_NORM)
+def test_layers_left_out_leave_their_norm_to_the_next(preset):
+    model = _pre_norm(preset)
+    layers = model.bert.encoder.layer
+    model.bert.encoder.active_layers = (True, False, True, False)
+    loss = _mlm_loss(model)
+    loss.backward()
+    assert [layer.output.dense.weight.grad is not None for layer in layers] == [1, 0, 1, 0]
+    model.bert.encoder.active_layers = (False,) * 4
+    assert torch.isfinite(_mlm_loss(model))
+    model.bert.encoder.active_layers = (True, False, True, False)
+    for below, above in ((0, 1), (2, 3)):
+        norm = layers[above].output.LayerNorm.state_dict()
+        layers[below].output.LayerNorm.load_state_dict(norm)
+        torch.nn.init.normal_(layers[above].attention.output.dense.weight)  # is not used
+    assert torch.equal(_mlm_loss(model), loss)
+    torch.nn.init.normal_(layers[1].output.LayerNorm.weight)
+    assert not torch.equal(_mlm_loss(model), loss)
+
+
+@pytest.mark.parametrize("preset", PRE_NORM)
+def test_frozen_layers_with_norms_first_have_no_gradient(preset):
+    model = _pre_norm(preset)
+    freeze(model, Stage(10, 4, 8, frozen=2))
+    _mlm_loss(model).backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    assert not any(p.requires_grad for p in model.bert.encoder.layer[:2].parameters())
+
+
 def _bucket_bytes(rank: int, world_size: int) -> tuple[int, int]:
     """Bytes that DDP exchanges in a stage with frozen layers, and of the parameters that train."""
     model, _ = _frozen()
@@ -326,10 +390,9 @@ def test_frozen_layers_exchange_nothing():
 
 
 @pytest.mark.parametrize("name", ["none", "lengths", "mslt", "stacking", "layer_drop"])
-@pytest.mark.parametrize("preset", ["albert-base", "modernbert-base"])
-def test_layers_that_depend_on_others_do_not_grow(name, preset):
+def test_layers_that_share_weights_do_not_grow(name):
     with torch.device("meta"):
-        model = EncoderForPreTraining(EncoderConfig(**PRESETS[preset]))
+        model = EncoderForPreTraining(EncoderConfig(**PRESETS["albert-base"]))
     lengths = [64, 128] if name == "lengths" else None
     config = PretrainConfig(
         growth=GrowthConfig(name=name, lengths=lengths),
