@@ -101,6 +101,9 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
     "sync": {
         "1-bit Adam": _one_bit("1-bit Adam"),
         "1-bit Adam, scale element": _one_bit("1-bit Adam", scale="element"),
+        "1-bit Adam, lr 3e-3": _one_bit("1-bit Adam") | {"optimizer.lr": 3e-3},
+        "1-bit Adam, scale element, lr 3e-3": _one_bit("1-bit Adam", scale="element")
+        | {"optimizer.lr": 3e-3},
         "1-bit Adam, scale row": _one_bit("1-bit Adam", scale="row"),
         "1-bit Adam, scale tensor": _one_bit("1-bit Adam", scale="tensor"),
         "0/1 Adam, scale element, local steps": _one_bit(
@@ -248,18 +251,40 @@ class Testbed:
 
 
 def rates_of(name: str) -> tuple[float, ...]:
-    """The learning rates that are tried for an optimizer."""
+    """The learning rates that are tried for an optimizer first."""
     return LEARNING_RATES.get(name, DEFAULT_LEARNING_RATES)
+
+
+def tried(testbed: Testbed, name: str) -> dict[float, list[dict[str, Any]]]:
+    """The runs of an optimizer by its learning rates, of those that there are."""
+    low, *_, high = rates_of(name)
+    rates = (low / 2, *rates_of(name), high * 2)
+    found = {rate: testbed.found(f"{name}, lr {rate:g}") for rate in rates}
+    return {rate: runs for rate, runs in found.items() if runs}
 
 
 def best_rate(testbed: Testbed, name: str) -> float:
     """The one whose run with seed 0 has the least loss, of those that have been tried."""
-    losses = {
-        rate: runs[0]["mlm_loss"]
-        for rate in rates_of(name)
-        if (runs := testbed.found(f"{name}, lr {rate:g}")) and runs[0]["mlm_loss"] is not None
-    }
-    return min(losses, key=losses.__getitem__)
+    losses = {rate: runs[0]["mlm_loss"] for rate, runs in tried(testbed, name).items()}
+    return min((rate for rate in losses if losses[rate] is not None), key=losses.__getitem__)
+
+
+def search(testbed: Testbed, name: str, settings: dict[str, Any], seed: int) -> None:
+    """Runs of an optimizer: with seed 0 all rates, and one beyond the best if that is at an edge;
+    with others the best."""
+
+    def run(rate: float) -> None:
+        testbed.continued(f"{name}, lr {rate:g}", seed, settings | {"optimizer.lr": rate})
+
+    if seed:
+        run(best_rate(testbed, name))
+        return
+    low, *_, high = rates_of(name)
+    for rate in rates_of(name):
+        run(rate)
+    best = best_rate(testbed, name)
+    if best in (low, high):
+        run(low / 2 if best == low else high * 2)
 
 
 def row_of(name: str, settings: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -289,12 +314,10 @@ def collect(folder: Path) -> dict[str, Any]:
                 if runs := testbed.found(name):
                     rows.append(row_of(name, settings, runs))
                 continue
-            tried = {f"{rate:g}": testbed.found(f"{name}, lr {rate:g}") for rate in rates_of(name)}
-            tried = {rate: runs for rate, runs in tried.items() if runs}
-            if tried:
-                best = f"{best_rate(testbed, name):g}"
-                row = row_of(name, settings | {"optimizer.lr": best}, tried[best])
-                trials = {rate: runs[0]["mlm_loss"] for rate, runs in tried.items()}
+            if runs := tried(testbed, name):
+                best = best_rate(testbed, name)
+                row = row_of(name, settings | {"optimizer.lr": f"{best:g}"}, runs[best])
+                trials = {f"{rate:g}": found[0]["mlm_loss"] for rate, found in runs.items()}
                 rows.append(row | {"mlm_loss_of_rates": trials})
     return tables
 
@@ -350,9 +373,7 @@ def main() -> None:
                 if options.only and name not in options.only:
                     continue
                 if table == "optimizers":
-                    for rate in rates_of(name) if seed == 0 else [best_rate(one, name)]:
-                        own = settings | {"optimizer.lr": rate}
-                        one.continued(f"{name}, lr {rate:g}", seed, own)
+                    search(one, name, settings, seed)
                 else:
                     (one if table in ("frozen", "precision") else two).continued(
                         name, seed, settings

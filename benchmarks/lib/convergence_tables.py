@@ -13,7 +13,7 @@ TITLES = {
     "sync": "What travels between the ranks (two of them)",
     "clipping": "How gradients are clipped (two ranks)",
     "poison": "One of two ranks multiplies its gradient by 1,000,000 in every 25th update",
-    "optimizers": "Optimizers (one rank), the best of three learning rates each",
+    "optimizers": "Optimizers (one rank), by the best of three or four learning rates",
     "precision": "Precision (one rank)",
 }
 
@@ -78,11 +78,22 @@ def convergence() -> str:
         f"{found['continued']['comm.start']} updates. `plain` has "
         f"{count(len(plain['mlm_loss_of_seeds']), 'seed')}, which end {spread(found):.4f} nats "
         f"apart; what is not further from the first row of its table than that is called "
-        f"*{NO_DIFFERENCE}*. So short a run, from weights that are already good, says what a "
+        f"*{NO_DIFFERENCE}*. One learning rate for all tables but that of optimizers: "
+        f"{_of_the_rate(rows['AdamW'])}"
+        "So short a run, from weights that are already good, says what a "
         "method loses, not what it would gain in a long one.",
         source("convergence", found),
         *parts,
         figures("convergence"),
+    )
+
+
+def _of_the_rate(adam: dict[str, Any]) -> str:
+    """How much a learning rate alone changes, which is more than seeds do."""
+    best, rates = adam["settings"]["optimizer.lr"], adam["mlm_loss_of_rates"]
+    apart = rates["0.0015"] - rates[best]
+    return (
+        f"with {best} AdamW ends {apart:.3f} lower, so differences of that size may be the rate's. "
     )
 
 

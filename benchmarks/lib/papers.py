@@ -13,6 +13,7 @@ from benchmarks.lib.paper_results import (
     grown,
     lamb_or_adam,
     learned,
+    one_bit_adam,
     predicted,
     presorted,
     unpadded,
@@ -126,7 +127,7 @@ CLAIMS = (
         ),
         f"{MEASURED}: {TESTBED}",
         LEARNS,
-        as_good("1-bit Adam"),
+        one_bit_adam,
     ),
     Claim(
         ONEBIT_LAMB,
