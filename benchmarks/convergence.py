@@ -146,7 +146,8 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
         "Muon": {"optimizer.name": "muon"},
         "CAME": {
             "optimizer.name": "pytorch_optimizer.CAME",
-            "optimizer.betas": "[0.9, 0.98, 0.9999]",
+            "optimizer.betas": "null",
+            "optimizer.arguments": '{"betas": [0.9, 0.98, 0.9999]}',
         },
     },
     "precision": {"bf16": {"precision": "bf16"}, "fp8": {"precision": "fp8"}},
@@ -155,6 +156,7 @@ LEARNING_RATES = {
     "LAMB": (5e-3, 1e-2, 2e-2),
     "LANS": (5e-3, 1e-2, 2e-2),
     "MERIT": (1.5e-3, 3e-3, 6e-3),
+    "CAME": (1e-4, 2e-4, 4e-4),
 }
 DEFAULT_LEARNING_RATES = (7.5e-4, 1.5e-3, 3e-3)
 

@@ -9,7 +9,6 @@ from benchmarks.lib.report import (
     Result,
     between,
     count,
-    figures,
     precision,
     read,
     runs,
@@ -301,28 +300,4 @@ def _ragged(found: Sequence[dict[str, Any]]) -> Iterator[str]:
             for x in found
         ),
         text_columns=2,
-    )
-
-
-def precisions() -> str:
-    found = read("precision")
-    if found is None:
-        return ""
-    rows = [
-        [
-            x["precision"],
-            f"{x['mlm_loss']:.3f}",
-            between(x["mlm_loss_range"], 3),
-            f"{x['mlm_accuracy']:.1%}",
-        ]
-        for x in found["table"]
-    ]
-    return section(
-        "Precision",
-        f"A small BERT after {found['steps']} updates, {count(found['seeds'], 'seed')} "
-        "each, in fp32, bf16 and 8 bits. A CPU rounds to 8 bits as a GPU does, which makes it "
-        "slower, not faster.",
-        source("precision", found),
-        table(["`precision`", "held-out loss", "range of seeds", "masked tokens right"], rows),
-        figures("precision"),
     )

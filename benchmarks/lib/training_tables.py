@@ -1,5 +1,4 @@
-"""The sections of docs/benchmarks.md on what models learn: clipping, families, growth, tuned
-optimizers."""
+"""The sections of docs/benchmarks.md on what models learn: families, growth, tuned optimizers."""
 
 from __future__ import annotations
 
@@ -16,37 +15,6 @@ from benchmarks.lib.report import (
     source,
     table,
 )
-
-
-def clipping() -> str:
-    found = read("clipping")
-    if found is None:
-        return ""
-    rows = []
-    for poison in found["poison"]:
-        for entry in found["table"]:
-            if entry["poison"] == poison:
-                said = f"{poison:,.0f} times" if poison != 1 else "no"
-                row = [entry["contender"], said, f"{entry['held_out_mlm_loss']:.3f}"]
-                row += [between(entry["held_out_mlm_loss_range"], 3), str(entry["spikes"])]
-                rows.append(row)
-    return section(
-        "Clipping: what models learn",
-        f"A small BERT, {found['steps']} updates of {found['batch']} sequences on "
-        f"{found['ranks']} ranks, learning rate {found['lr']}, bound {found['max_norm']}, "
-        f"{count(found['seeds'], 'seed')}. The names are those of `clip.mode` and `clip.policy`. "
-        "A poisoned rank multiplies its gradient by that factor in one of "
-        f"{found['poison_every']} steps. A spike is a step whose loss is 0.5 above the mean of the "
-        "ten steps before; they are counted over all seeds. "
-        "[What each mode guarantees](training/gradients.md#clipping).",
-        source("clipping", found),
-        table(
-            ["", "poisoned rank", "held-out loss, mean", "range of seeds", "spikes"],
-            rows,
-            text_columns=2,
-        ),
-        figures("clipping"),
-    )
 
 
 def growth() -> str:
