@@ -43,6 +43,7 @@ WORKER = "--worker"
 POISON = "poison"
 POISON_EVERY = 25
 PLAIN = "plain"
+ONE_RANK = "plain, one rank"
 START = "start"
 STEPS = {START: 800, "continued": 300}
 TESTBED = {
@@ -321,12 +322,14 @@ def collect(folder: Path) -> dict[str, Any]:
                 row = row_of(name, settings | {"optimizer.lr": f"{best:g}"}, runs[best])
                 trials = {f"{rate:g}": found[0]["mlm_loss"] for rate, found in runs.items()}
                 rows.append(row | {"mlm_loss_of_rates": trials})
+    if runs := testbed.found(f"AdamW, lr {CONTINUED['optimizer.lr']:g}"):
+        tables[ONE_RANK] = [row_of(ONE_RANK, {}, runs)]
     return tables
 
 
 def draw(path: Path, tables: dict[str, list[dict[str, Any]]]) -> None:
     """A point a row: the mean, and the range of the seeds; the band is the range of `plain`."""
-    (plain,) = tables.pop(PLAIN)
+    (plain,) = tables[PLAIN]
     figure = new_figure(9, 8)
     axes = figure.add_subplot(xlabel="held-out masked-token loss (nats), mean and range of seeds")
     axes.axvspan(min(plain["mlm_loss_of_seeds"]), max(plain["mlm_loss_of_seeds"]), alpha=0.15)

@@ -7,7 +7,9 @@ from typing import Any
 from benchmarks.lib.report import Result, between, count, figures, read, section, source, table
 
 NO_DIFFERENCE = "no difference seen"
-BASELINES = {"optimizers": "AdamW"}  # other tables compare with `plain`
+ONE_RANK = "plain, one rank"
+# Other tables compare with `plain`.
+BASELINES = {"optimizers": "AdamW", "frozen": ONE_RANK, "precision": ONE_RANK}
 TITLES = {
     "frozen": "A variance that stays as it is after the warm-up, without compression (one rank)",
     "sync": "What travels between the ranks (two of them)",
@@ -53,7 +55,8 @@ def convergence() -> str:
     for title, text in TITLES.items():
         if not found["tables"][title]:
             continue
-        members = [] if title in BASELINES else [plain]
+        base = BASELINES.get(title, "plain")
+        members = [] if title == "optimizers" else [rows[base]]
         members += found["tables"][title]
         lines = []
         for row in members:
@@ -62,7 +65,7 @@ def convergence() -> str:
             if row["mlm_loss"] is None:
                 lines.append([*shown, "diverged", "", "", ""])
                 continue
-            apart = "" if name == rows[name]["baseline"] else compared(found, name)
+            apart = "" if name in (base, "AdamW") else compared(found, name)
             shown += [f"{row['mlm_loss']:.3f}", between(losses, 3) if len(losses) > 1 else ""]
             lines.append([*shown, f"{row['mlm_accuracy']:.1%}", apart])
         header = ["", "settings", "seeds", "held-out loss", "range of seeds"]
