@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from benchmarks.lib.report import Result, between, count, figures, read, section, source, table
@@ -29,20 +30,22 @@ def rows_of(found: Result) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def spread(found: Result) -> float:
-    """How far runs of `plain` that differ in the seed alone are apart."""
-    losses = found["tables"]["plain"][0]["mlm_loss_of_seeds"]
-    return max(losses) - min(losses)
+def spread(row: dict[str, Any]) -> float:
+    """How far runs that differ in the seed alone are apart."""
+    return max(row["mlm_loss_of_seeds"]) - min(row["mlm_loss_of_seeds"])
 
 
 def compared(found: Result, name: str) -> str:
-    """How far a contender ends from its baseline, or that it is inside the spread."""
+    """How far a contender ends from its baseline with the same seeds, or that it is no further than
+    other seeds are."""
     rows = rows_of(found)
-    row = rows[name]
+    row, base = rows[name], rows[rows[name]["baseline"]]
     if row["mlm_loss"] is None:
         return "diverged"
-    apart = row["mlm_loss"] - rows[row["baseline"]]["mlm_loss"]
-    return NO_DIFFERENCE if abs(apart) <= spread(found) else f"{apart:+.3f}"
+    pairs = zip(row["mlm_loss_of_seeds"], base["mlm_loss_of_seeds"], strict=False)
+    apart = statistics.fmean(ours - theirs for ours, theirs in pairs)
+    inside = abs(apart) <= max(spread(rows["plain"]), spread(base))
+    return NO_DIFFERENCE if inside else f"{apart:+.3f}"
 
 
 def convergence() -> str:
@@ -79,8 +82,9 @@ def convergence() -> str:
         f"learning rate {found['continued']['optimizer.lr']}, `clip.mode: after` unless it is "
         "said otherwise. Methods with a warm-up send whole gradients in the first "
         f"{found['continued']['comm.start']} updates. `plain` has "
-        f"{count(len(plain['mlm_loss_of_seeds']), 'seed')}, which end {spread(found):.4f} nats "
-        f"apart; what is not further from the first row of its table than that is called "
+        f"{count(len(plain['mlm_loss_of_seeds']), 'seed')}, which end {spread(plain):.4f} nats "
+        "apart. The last column is the mean over the seeds that a row shares with the first of its "
+        "table; where it is less than that row's seeds, or those of `plain`, are apart, it says "
         f"*{NO_DIFFERENCE}*. One learning rate for all tables but that of optimizers: "
         f"{_of_the_rate(rows['AdamW'])}"
         "So short a run, from weights that are already good, says what a "

@@ -26,13 +26,13 @@ def test_what_is_inside_the_spread_is_no_difference(keep, tmp_path):
     for seed, loss in enumerate((4.0, 4.02, 4.04)):
         keep("plain", seed, loss)
     keep("start", 0, 4.5)
-    keep("1-bit Adam", 0, 4.05)
+    keep("1-bit Adam", 0, 4.03)
     keep("0/1 Adam", 0, 4.03)
     keep("0/1 Adam", 1, 4.13)
     keep("none", 0, None)
     found = {"tables": convergence.collect(tmp_path)}
     assert compared(found, "1-bit Adam") == NO_DIFFERENCE
-    assert compared(found, "0/1 Adam") == "+0.060"
+    assert compared(found, "0/1 Adam") == "+0.070"
     assert compared(found, "none") == "diverged"
     assert rows_of(found)["0/1 Adam"]["mlm_loss_of_seeds"] == [4.03, 4.13]
 
@@ -48,7 +48,7 @@ def test_optimizers_are_compared_by_their_best_rate(keep, tmp_path):
     adam = rows_of(found)["AdamW"]
     assert adam["mlm_loss_of_seeds"] == [4.2, 4.22]
     assert adam["mlm_loss_of_rates"] == {f"{low:g}": 4.3, f"{middle:g}": 4.2, f"{high:g}": None}
-    assert compared(found, "LAMB") == "-0.110"
+    assert compared(found, "LAMB") == "-0.100"
 
 
 def test_contenders_have_names_of_their_own():
