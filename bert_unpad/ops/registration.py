@@ -152,7 +152,8 @@ def register_autograd(
             results = output if isinstance(output, tuple) else (output,)
             # The dispatcher cuts off arguments at the end that have their default values.
             values = (*inputs, *defaults[len(inputs) :], *results)
-            saved, ctx.others = take_tensors(values), take_others(values)
+            saved: Sequence[Tensor | None] = take_tensors(values)
+            ctx.others = take_others(values)
             if unread is not None:
                 without = unread(others_as(*ctx.others))
                 saved = [None if n in without else t for n, t in zip(tensors, saved, strict=True)]
