@@ -56,10 +56,10 @@ MISTAKES = {
     ),
     "not_transposed": (r"\.x4\.trans\.", ".x4.", None),
     "transposed": (r"\.x4\.shared", ".x4.trans.shared", None),
-    "no_wait": (r"cp\.async\.wait_group \d+;", "", "not waited for"),
+    "no_wait": (r"cp\.async\.wait_group \d+;", "", "(not|never) waited for"),
     "waits_for_too_little": (r"cp\.async\.wait_group \d+;", "cp.async.wait_group 9;",
-                             "not waited for"),
-    "not_committed": (r"cp\.async\.commit_group;", "", "not waited for"),
+                             "(not|never) waited for"),
+    "not_committed": (r"cp\.async\.commit_group;", "", "(not|never) waited for"),
     "no_barrier": (r"bar\.sync\s+0;", "", NEEDED),
     "copies_half": (r"(cp\.async\.cg\S* \[%\w+\], \[%\w+\], )16, %\w+;", r"\g<1>16, 8;", None),
     "other_shuffle": (r"shfl\.sync\.bfly", "shfl.sync.down", None),
@@ -106,7 +106,7 @@ WGMMA_MISTAKES = {
     "no_fence": (r"wgmma\.fence\.sync\.aligned;", "", "no wgmma.fence"),
     "no_proxy_fence": (r"fence\.proxy\.async\.shared::cta;", "", "no fence.proxy.async"),
     "no_barrier": (r"bar\.sync\s+0;", "", NEEDED),
-    "no_copy_wait": (r"cp\.async\.wait_group \d+;", "", "not waited for"),
+    "no_copy_wait": (r"cp\.async\.wait_group \d+;", "", "(not|never) waited for"),
 }
 
 
