@@ -219,17 +219,16 @@ def _unread(kept) -> list[str]:
 def _backward(kept, dy, dsum, *_):
     has_residual, has_bias = kept.needs("residual"), kept.needs("bias")
     statistics = (kept.weight, kept.mean, kept.rstd, kept.dropout_p, kept.rng, has_bias)
-    dy = (
-        torch.zeros_like(kept.sum if kept.return_sum else kept.x) if dy is None else dy.contiguous()
-    )
+    rows = kept.sum if kept.return_sum else kept.x
+    dy = torch.zeros_like(rows) if dy is None else dy.contiguous()
     if kept.return_sum:
         dsum = None if dsum is None else dsum.contiguous()
         gradients = _ops.dropout_add_norm_sum_backward(
-            dy, dsum, kept.sum, kept.x_bias, *statistics, has_residual
+            dy, dsum, rows, kept.x_bias, *statistics, has_residual
         )
     else:
         gradients = _ops.dropout_add_layer_norm_backward(
-            dy, kept.x, kept.x_bias, kept.residual, *statistics
+            dy, rows, kept.x_bias, kept.residual, *statistics
         )
     dx, dresidual, dx_bias, dweight, dbias = gradients
     return {
