@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 
-from torch import Tensor, nn
+from torch import nn
 
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.growth.stage import Stage
@@ -33,32 +33,41 @@ def add_layers(model: EncoderForPreTraining, sources: tuple[int, ...]) -> Copies
     encoder = model.bert.encoder
     layers, fp8 = encoder.layer, encoder.fp8
     copies: Copies = {}
-    norms = _norms(model, sources)
+    top, first, final = len(layers) - 1, *_norms(model, sources)
     for source in sources:
-        layer = copy.deepcopy(layers[source])
-        for ours, theirs in zip(layer.parameters(), layers[source].parameters(), strict=True):
-            copies[ours] = theirs
-        layers.append(layer)
-    for layer, norm in zip(layers[-len(norms) :], norms, strict=True) if norms else ():
-        layer.output.LayerNorm.load_state_dict(norm)
+        layers.append(_copied(layers[source], copies))
+    if final is not None:
+        for slot, norm in enumerate(first, top):
+            layers[slot].output.LayerNorm = _copied(norm, copies)
+        layers[-1].output.LayerNorm = final
     encoder.fp8 = fp8  # of each layer
     _note_layers(model)
     return copies
 
 
-def _norms(model: EncoderForPreTraining, sources: tuple[int, ...]) -> list[dict[str, Tensor]]:
-    """What the last norms of the topmost layer and of the new ones become, if norms come first.
+def _copied(module: nn.Module, copies: Copies) -> nn.Module:
+    """A copy, whose parameters are noted."""
+    new = copy.deepcopy(module)
+    copies |= zip(new.parameters(), module.parameters(), strict=True)
+    return new
 
-    Each is that of the attention above it, so it goes with the layer that it is copied for. On top
-    is the last of all norms. Empty with norms after the halves.
+
+def _norms(
+    model: EncoderForPreTraining, sources: tuple[int, ...]
+) -> tuple[list[nn.Module], nn.Module | None]:
+    """The norms before the attention of the sources, and the last of all norms.
+
+    With norms before the halves, a layer ends with the norm of the attention above it: it goes with
+    the layer above, and the last of all stays on top. With norms after the halves none goes
+    anywhere: an empty list and None.
     """
     config, bert = model.config, model.bert
     if config.norm_place == "post" or not sources:
-        return []
+        return [], None
     last = [layer.output.LayerNorm for layer in bert.encoder.layer]
     bottom = bert.encoder.LayerNorm if config.first_norm else bert.embeddings.LayerNorm
     first = [last[source - 1] if source else bottom or last[-1] for source in sources]
-    return [copy.deepcopy(norm.state_dict()) for norm in (*first, last[-1])]
+    return first, last[-1]
 
 
 def _note_layers(model: EncoderForPreTraining) -> None:

@@ -329,7 +329,12 @@ def test_norms_go_with_the_layers_that_they_are_before(preset):
     below = encoder if model.config.first_norm else model.bert.embeddings
     bottom = below.LayerNorm.weight.clone()
     second, final = (layer.output.LayerNorm.weight.clone() for layer in layers)
-    add_layers(model, (0, 1, 0))
+    moved = layers[1].output.LayerNorm.weight
+    copies = add_layers(model, (0, 1, 0))
+    assert layers[4].output.LayerNorm.weight is moved  # and so keeps its optimizer states
+    weights = [layers[slot].output.LayerNorm.weight for slot in (1, 2, 3)]
+    origins = [below.LayerNorm.weight, layers[0].output.LayerNorm.weight, below.LayerNorm.weight]
+    assert all(copies[copy] is origin for copy, origin in zip(weights, origins, strict=True))
     found = [layer.output.LayerNorm.weight for layer in layers]
     wanted = [second, bottom, second, bottom, final]
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
