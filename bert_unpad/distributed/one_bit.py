@@ -13,6 +13,7 @@ from bert_unpad.ops import multi_tensor_l2norm, sign_mean_, sign_pack_, sign_sca
 
 # A rank's part begins at a byte of the packed signs whose address is a multiple of 16.
 _PART = 128
+_ERRORS = ("worker_error", "server_error")
 
 
 class OneBitAllreduce:
@@ -79,9 +80,10 @@ class OneBitAllreduce:
             factors: float32 [numel], the same on all ranks; powers of 2, which round nothing.
         """
         if self._ranks > 1:
-            errors = self.state_dict()
+            change = factors if self._factors is None else factors / self._factors
+            self.worker_error.mul_(change)
+            self.server_error.mul_(change[self._own])
             self._factors = factors
-            self.load_state_dict(errors)
 
     def average_(self, buffer: Tensor, found_inf: Tensor | None = None) -> Tensor:
         """Replaces the buffer by its compressed average; all ranks must call it.
@@ -137,7 +139,7 @@ class OneBitAllreduce:
         """Returns this rank's errors, of values without factors; those of other ranks differ."""
         if self._ranks == 1:
             return {}
-        errors = {"worker_error": self.worker_error, "server_error": self.server_error}
+        errors = {name: getattr(self, name) for name in _ERRORS}
         if self._factors is None:
             return errors
         return {name: error / self._factors_of(name) for name, error in errors.items()}
@@ -152,7 +154,7 @@ class OneBitAllreduce:
         Raises:
             ValueError: the errors have other sizes.
         """
-        for name in self.state_dict():
+        for name in _ERRORS if self._ranks > 1 else ():
             own, saved = getattr(self, name), state.get(name)
             if saved is None or saved.shape != own.shape:
                 got = "none" if saved is None else list(saved.shape)

@@ -327,8 +327,10 @@ class Encoder(nn.Module):
         return x
 
     def _norm_before(self, index: int) -> Norm:
-        """With norms before the halves, that of a layer's attention, or after all layers: the layer
-        below has it, because one operator adds its residual and normalises the sum."""
+        """The norm before the attention of a layer, by its index, or the last of all norms, by the
+        number of layers; for norms before the halves.
+
+        The layer below owns it: one operator adds that layer's residual and normalises the sum."""
         return self.layer[self.layer_order[index - 1]].output.LayerNorm  # type: ignore[union-attr]
 
     def _relative(

@@ -28,7 +28,7 @@ from bert_unpad.optim.parameter_lists import ParameterList
 Scale = Literal["buffer", "tensor", "row", "element"]
 # Roots of the variance count as at least that share of their root mean square: the momentum of a
 # weight that had almost no gradients would otherwise outweigh all others once it has one.
-LEAST_ROOT = 0.03
+_LEAST_ROOT = 0.03
 
 
 @dataclass(frozen=True)
@@ -271,9 +271,9 @@ class OneBitOptimizer(FusedOptimizer):
         self._set_factors()
 
     def _set_factors(self) -> None:
-        """Has what is compressed multiplied by one over the root of the variance, if `scale` says.
+        """Sets the factors by which values are multiplied before compression, if `scale` says so.
 
-        The variance is the same on all ranks, so no factor travels.
+        They are one over the root of the variance, which is the same on all ranks, so none travels.
         """
         if self.scale == "buffer" or self._exchange is None or self._exchange.ranks == 1:
             return
@@ -287,7 +287,7 @@ class OneBitOptimizer(FusedOptimizer):
                     variance = variance.mean()
                 view.copy_(variance)
         mean = self._flat.mean()
-        variance = self._flat.clamp(min=LEAST_ROOT**2 * mean) / mean
+        variance = self._flat.clamp(min=_LEAST_ROOT**2 * mean) / mean
         exponents = torch.where(mean > 0, variance, 1.0).frexp().exponent // 2
         self._exchange.use_factors(torch.ldexp(torch.ones_like(self._flat), -exponents))
 

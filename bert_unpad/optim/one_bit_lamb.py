@@ -43,7 +43,7 @@ class OneBitLAMB(OneBitOptimizer):
     Args:
         params, lr, betas, eps, weight_decay, freeze_step, master_weights, skip_non_finite, group:
             as in `OneBitAdam`.
-        scale: as in `OneBitAdam`. All but "buffer" take the place of `scaling_coeff`, which is 1.
+        scale: as in `OneBitAdam`. All but "buffer" take the place of `scaling_coeff`.
         always_adapt: apply the ratio to parameters without weight decay too.
         min_coeff, max_coeff: bounds of c while gradients are averaged.
         coeff_beta: decay rate of the average of c; 1 / (1 - coeff_beta) should be at most
@@ -137,11 +137,14 @@ class OneBitLAMB(OneBitOptimizer):
         if not self._scales:
             self._begin()
         self._fill_with_momenta()
+        by_tensor = self.scale == "buffer"
         for segment, scales in zip(self._segments, self._scales, strict=True):
-            torch._foreach_mul_(segment.views, scales)
+            if by_tensor:
+                torch._foreach_mul_(segment.views, scales)
         guard = self._average()
         for segment, scales in zip(self._segments, self._scales, strict=True):
-            torch._foreach_mul_(segment.views, [1 / scale for scale in scales])
+            if by_tensor:
+                torch._foreach_mul_(segment.views, [1 / scale for scale in scales])
             group = segment.group
             lr = scalar(group["lr"], guard.device)
             if adapts(group):
@@ -165,8 +168,6 @@ class OneBitLAMB(OneBitOptimizer):
             mean = torch.cat(roots).mean()
             for segment, root in zip(segments, roots, strict=True):
                 scales = torch.where(root > 0, mean / root, 1.0)
-                if self.scale != "buffer":
-                    scales = torch.ones_like(scales)
                 torch._foreach_copy_(self._states(segment, "scaling_coeff"), list(scales.unbind()))
                 torch._foreach_mul_(self._states(segment, "last_factor"), 0.0)
                 torch._foreach_add_(self._states(segment, "last_factor"), 1.0)
