@@ -74,6 +74,7 @@ CONTINUED = {
     "comm.start": STEPS["continued"] // 5,  # updates with plain allreduces, where some are needed
     "comm.local_sgd_period": 8,
 }
+ADAM = f"AdamW, lr {CONTINUED['optimizer.lr']:g}"
 _SENT_LESS = ("local SGD", "DreamDDP", "PowerSGD", "GradientFlow")
 # A variance that stays as it is needs a long memory before, and an eps that limits the updates of
 # weights whose gradients were small until then.
@@ -220,12 +221,11 @@ class Testbed:
 
     def run(self, name: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
         """What a run has reached; loss and accuracy are None where it has diverged."""
-        path = self.path(name, seed)
+        path, run_dir = self.path(name, seed), self.run_dir(name, seed)
+        settings = TESTBED | settings | {"run_dir": run_dir, "seed": seed}
+        poison = settings.pop(POISON, 1.0)
+        job = {"arguments": as_arguments(settings), "poison": poison}
         if not path.exists():
-            run_dir = self.run_dir(name, seed)
-            settings = TESTBED | settings | {"run_dir": run_dir, "seed": seed}
-            poison = settings.pop(POISON, 1.0)
-            job = {"arguments": as_arguments(settings), "poison": poison}
             if self._ranks is None:
                 command = [sys.executable, "-m", "benchmarks.convergence", WORKER]
                 self._ranks = RankPool(command, self._count)
@@ -234,6 +234,7 @@ class Testbed:
             lines = read_json_lines(run_dir / "metrics.jsonl")
             end = [line for line in lines if line["kind"] == "evaluation"]
             found = {
+                "job": job,
                 "seed": seed,
                 "mlm_loss": end[-1]["mlm_loss"] if end else None,
                 "mlm_accuracy": end[-1]["mlm_accuracy"] if end else None,
@@ -245,7 +246,10 @@ class Testbed:
             with replacing(path) as temporary:
                 temporary.write_text(json.dumps(found))
             print(f"{name}, seed {seed}: {found['mlm_loss']}", flush=True)
-        return json.loads(path.read_text())
+        kept = json.loads(path.read_text())
+        if kept["job"] != job:
+            raise SystemExit(f"{path}: expected a run with today's settings; delete it")
+        return kept
 
     def found(self, name: str) -> list[dict[str, Any]]:
         """The kept runs of that name, by seed."""
@@ -322,7 +326,7 @@ def collect(folder: Path) -> dict[str, Any]:
                 row = row_of(name, settings | {"optimizer.lr": f"{best:g}"}, runs[best])
                 trials = {f"{rate:g}": found[0]["mlm_loss"] for rate, found in runs.items()}
                 rows.append(row | {"mlm_loss_of_rates": trials})
-    if runs := testbed.found(f"AdamW, lr {CONTINUED['optimizer.lr']:g}"):
+    if runs := testbed.found(ADAM):
         tables[ONE_RANK] = [row_of(ONE_RANK, {}, runs)]
     return tables
 
@@ -369,9 +373,9 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     two, one = Testbed(options.folder, 2), Testbed(options.folder, 1)
     one.run(START, 0, FIRST)
-    if {"sync", "clipping", "poison"} & set(options.tables):
-        for seed in range(options.seeds):
-            two.continued(PLAIN, seed, {})
+    for seed in range(options.seeds):
+        two.continued(PLAIN, seed, {})
+    one.continued(ADAM, 0, {"optimizer.lr": CONTINUED["optimizer.lr"]})  # others' baseline
     for seed in range(options.seeds):
         for table in options.tables:
             for name, settings in TABLES[table].items():
