@@ -58,11 +58,10 @@ class Rates(NamedTuple):
 
 
 MODEL = Rates(PRODUCT_RATE, H100.dram, H100.kernel_seconds, H100.clock)
-# How far apart these lie on GPUs of one kind: memory, gaps and products as H100s and an H200 have
-# measured them (benchmarks/calibrate.py), and the clock between what 700 W allow and its highest.
+# A slow and a fast end of each, assumed.
 RANGES = {
-    "H100": (Rates(560e12, 2.4e12, 2.5e-6, 1.55e9), Rates(680e12, 3.0e12, 0.75e-6, 1.755e9)),
-    "H200": (Rates(560e12, 3.5e12, 2.5e-6, 1.55e9), Rates(680e12, 4.3e12, 0.75e-6, 1.755e9)),
+    "H100": (Rates(560e12, 2.4e12, 2.5e-6, 1.41e9), Rates(680e12, 3.0e12, 0.75e-6, 1.755e9)),
+    "H200": (Rates(560e12, 3.5e12, 2.5e-6, 1.41e9), Rates(680e12, 4.3e12, 0.75e-6, 1.755e9)),
 }
 # Rows of partial sums of LayerNorm's backward pass, see docs/development/column-sums.md.
 PARTIAL_ROWS = 132 + 11
@@ -76,9 +75,12 @@ class Part(NamedTuple):
 
     def at(self, rates: Rates) -> float:
         """Seconds with the time between kernels, of which attention's times have their own."""
-        scale = MODEL.memory / rates.memory if self.launches else MODEL.clock / rates.clock
         if self.name == PRODUCTS:
             scale = MODEL.products / rates.products
+        elif self.launches:
+            scale = MODEL.memory / rates.memory
+        else:
+            scale = MODEL.clock / rates.clock
         return scale * self.seconds + self.launches * rates.gap
 
     @property
@@ -170,9 +172,8 @@ def sum_at(rates: Rates, counted: list[Part]) -> float:
 
 def ranges(counted: list[Part]) -> str:
     rows = []
-    for gpu, ends in RANGES.items():
-        slow, fast = (sum_at(rates, counted) for rates in ends)
-        low, high = ends
+    for gpu, (low, high) in RANGES.items():
+        slow, fast = sum_at(low, counted), sum_at(high, counted)
         rows.append(
             [
                 *(gpu, f"{low.products / 1e12:.0f} to {high.products / 1e12:.0f}"),
@@ -315,8 +316,8 @@ What runs beside something else, communication and the host are left out. Writte
 
 {command}
 
-The model's memory and its time between kernels are slower than what cards have measured since, \
-its clock is the highest they have. All constants at the slow and at the fast end:
+The model's memory and its time between kernels are slower than what cards have measured since \
+(below), its clock is faster. All constants at a slow and at a fast end, assumed:
 
 {ranges}
 

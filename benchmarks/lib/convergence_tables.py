@@ -37,7 +37,7 @@ def spread(row: dict[str, Any]) -> float:
 
 def compared(found: Result, name: str) -> str:
     """How far a contender ends from its baseline with the same seeds, or that it is no further than
-    other seeds are."""
+    the baseline's seeds, or those of `plain`, are apart."""
     rows = rows_of(found)
     row, base = rows[name], rows[rows[name]["baseline"]]
     if row["mlm_loss"] is None:
@@ -77,15 +77,19 @@ def convergence() -> str:
     return section(
         "What models learn",
         f"A ModernBERT, 4 layers of 128, that {updates['start']} updates have brought to "
-        f"{start['mlm_accuracy']:.1%} of the masked tokens of held-out text, trains "
+        f"{start['mlm_accuracy']:.1%} of the masked tokens of held-out text (a loss of "
+        f"{start['mlm_loss']:.3f}), trains "
         f"{updates['continued']} updates more, with fresh optimizer states: a batch of 16, "
-        f"learning rate {found['continued']['optimizer.lr']}, `clip.mode: after` unless it is "
-        "said otherwise. Methods with a warm-up send whole gradients in the first "
+        f"learning rate {found['continued']['optimizer.lr']} and `clip.mode: after` unless a row "
+        "sets others; what travels between ranks is clipped by bucket (`clip.mode: bucket`, "
+        "`clip.policy: adaptive`) in all rows but `plain`. Methods with a warm-up send whole "
+        "gradients in the first "
         f"{found['continued']['comm.start']} updates. `plain` has "
         f"{count(len(plain['mlm_loss_of_seeds']), 'seed')}, which end {spread(plain):.4f} nats "
         "apart. The last column is the mean over the seeds that a row shares with the first of its "
-        "table; where it is less than that row's seeds, or those of `plain`, are apart, it says "
-        f"*{NO_DIFFERENCE}*. One learning rate for all tables but that of optimizers: "
+        "table; where it is less than the seeds of that first row, or of `plain`, are apart, it "
+        f"says *{NO_DIFFERENCE}*. The range of a row's own seeds may be larger. Rates are searched "
+        "for in the table of optimizers alone: "
         f"{_of_the_rate(rows['AdamW'])}"
         "So short a run, from weights that are already good, says what a "
         "method loses, not what it would gain in a long one.",
