@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -54,7 +55,7 @@ def _copied(module: nn.Module, copies: Copies) -> nn.Module:
 
 def _norms(
     model: EncoderForPreTraining, sources: tuple[int, ...]
-) -> tuple[list[nn.Module], nn.Module | None]:
+) -> tuple[Sequence[nn.Module], nn.Module | None]:
     """The norms before the attention of the sources, and the last of all norms.
 
     With norms before the halves, a layer ends with the norm of the attention above it: it goes with
