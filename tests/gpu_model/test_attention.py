@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from gpu_model.block_model import SHARED_BYTES
 from gpu_model.build import compiler
@@ -25,7 +24,7 @@ from tests.support.attention_cases import (
     with_gradients,
 )
 from tests.support.backends import OnTheModel
-from tests.support.model_attention import model, plan
+from tests.support.model_attention import model, plan, readable_part
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.seeds import derived
 
@@ -137,13 +136,7 @@ def test_reading_beyond_a_buffer_is_caught(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last row of every operand is left out of what kernels may read."""
-    kernels = model()
-    register = kernels.register
-
-    def short(x: Tensor, writable: bool = True) -> Tensor:
-        return register(x if writable or x.dtype != dtype else x[:-64], writable)
-
-    monkeypatch.setattr(kernels, "register", short)
+    readable_part(monkeypatch, lambda x: x[:-64] if x.dtype == dtype else x)
     case = Case([40], heads=1)
     with pytest.raises(RuntimeError, match=r"csrc/attention/.*out of bounds"):
         case.ours(case.inputs(dtype))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from gpu_model.build import compiler
 from tests.support.attention_cases import (
@@ -26,7 +25,7 @@ from tests.support.attention_cases import (
     with_gradients,
 )
 from tests.support.backends import OnTheModel
-from tests.support.model_attention import model
+from tests.support.model_attention import model, readable_part
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.seeds import derived
 
@@ -129,13 +128,7 @@ def test_reading_beyond_a_buffer_is_caught(
     tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last row of an operand is left out of what kernels may read."""
-    kernels = model()
-    register = kernels.register
-
-    def short(x: Tensor, writable: bool = True) -> Tensor:
-        return register(x[: -64 * rows] if x.numel() == 64 * tokens else x, writable)
-
-    monkeypatch.setattr(kernels, "register", short)
+    readable_part(monkeypatch, lambda x: x[: -64 * rows] if x.numel() == 64 * tokens else x)
     case = Case([40], [30], heads=1)
     with pytest.raises(RuntimeError, match=r"csrc/attention/.*out of bounds"):
         case.ours(case.inputs(BF16))

@@ -9,6 +9,7 @@ import torch
 
 from gpu_model import build
 from gpu_model.block_model import Model
+from tests.support.model_linear import own_library
 from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
@@ -25,15 +26,8 @@ def library():
     model.clear()
 
 
-@pytest.fixture(scope="module")
-def default_algorithm(library):
-    """What a process takes that says nothing about timing."""
-    forward_once(library, 3, 64, 16)
-    return Counts(library).algorithm
-
-
 @pytest.fixture(autouse=True)
-def fresh(library, default_algorithm):
+def fresh(library):
     library.clear()
     library.call("set_timing", False, b"")
     library.call("set_library", 3, False)
@@ -114,8 +108,11 @@ def in_new_thread(function):
         return pool.submit(function).result()
 
 
-def test_algorithms_are_timed_by_default(default_algorithm):
-    assert default_algorithm == FASTEST
+def test_algorithms_are_timed_by_default(tmp_path):
+    """In a library that nothing was said to about timing."""
+    library = own_library(tmp_path)
+    forward_once(library, 3, 64, 16)
+    assert Counts(library).algorithm == FASTEST
 
 
 def test_timing_can_be_turned_off(library):

@@ -1,15 +1,14 @@
 """Products whose epilogue the model of cuBLASLt refuses: kernels do what it would."""
 
 import ctypes
-import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from gpu_model import build
-from gpu_model.block_model import Model
 from tests.support.model_checks import DTYPES
+from tests.support.model_linear import own_library
 from tests.support.seeds import derived
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
@@ -22,13 +21,7 @@ TOKENS, IN, OUT = 37, 40, 136  # more columns than a block has, a last block tha
 
 @pytest.fixture
 def library(tmp_path):
-    """Of one test: nothing is chosen yet, and nothing warned of."""
-    shared = build.load(build.KERNELS / "linear.cpp")
-    own = ctypes.CDLL(shutil.copy(shared._name, tmp_path / "linear.so"))
-    own.source = shared.source
-    model = Model(own)
-    model.configure()
-    model.set_device()
+    model = own_library(tmp_path)
     model.call("set_timing", False, b"")
     return model
 

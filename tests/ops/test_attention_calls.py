@@ -37,7 +37,7 @@ def test_wrong_orders_are_named(backend: Backend) -> None:
     args = (q, kv, cu_seqlens([2, 0, 3], backend.device), keys.cu_seqlens, 3, 13)
     with pytest.raises(RuntimeError, match=r"order must have shape \[3\]"):
         ops.varlen_cross_attention(*args, order=keys.order_table.view(-1, 4))
-    if backend.name == "cpu":  # a GPU's kernel stops: tests/cuda/test_attention_calls.py
+    if backend.name == "cpu":  # a GPU's kernel stops: tests/cuda/test_attention.py
         with pytest.raises(RuntimeError, match="order must be a permutation"):
             ops.varlen_cross_attention(*args, order=keys.order.clamp(max=1))
 
@@ -189,7 +189,7 @@ def test_bad_input_is_named(backend: Backend, change: dict, message: str) -> Non
 def test_impossible_cu_seqlens(
     backend: Backend, kernels: Kernels, dtype: torch.dtype, cu: list[int], message: str
 ) -> None:
-    """A GPU's kernels stop; on a GPU itself in tests/cuda/test_attention_calls.py."""
+    """A GPU's kernels stop; on a GPU itself in tests/cuda/test_attention.py."""
     if kernels.wgmma and backend.name == "ptx":
         message = f"{message}|trap$"  # compiled, these kernels stop without a message
     qkv = torch.randn(40, 3, 2, 64, dtype=dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -60,6 +60,16 @@ class Args(ctypes.Structure):
 def model() -> Model:
     """The kernels' library; compiled on first use."""
     return load_kernels("attention", "attention_args_size", Args)
+
+
+def readable_part(monkeypatch: pytest.MonkeyPatch, part: Callable[[Tensor], Tensor]) -> None:
+    """Kernels may read `part` of each tensor that they may only read, for the time of a test."""
+    register = model().register
+
+    def shortened(x: Tensor, writable: bool = True) -> Tensor:
+        return register(x if writable else part(x), writable)
+
+    monkeypatch.setattr(model(), "register", shortened)
 
 
 def ptx_of(arch: str, *names: str) -> dict[str, str]:

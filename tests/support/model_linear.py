@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +20,21 @@ from tests.support.model_checks import DTYPES, Buffers
 def model() -> Model:
     """The library of products; compiled on first use."""
     return Model(load(KERNELS / "linear.cpp"))
+
+
+def own_library(folder: Path) -> Model:
+    """A copy of the library for one test: nothing is chosen or set yet, and nothing warned of.
+
+    Args:
+        folder: where the copy is written.
+    """
+    shared = load(KERNELS / "linear.cpp")
+    own = ctypes.CDLL(shutil.copy(shared._name, folder / "linear.so"))
+    own.source = shared.source
+    library = Model(own)
+    library.configure()
+    library.set_device()
+    return library
 
 
 def _sizes(x: Tensor, y: Tensor) -> tuple[int, int, int, int]:
