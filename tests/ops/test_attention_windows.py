@@ -250,7 +250,7 @@ def test_strided_input(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("given", [False, True])
-@kinds("fused", **FP32_AND_BF16)
+@OF_KIND
 def test_same_bits_every_time(
     backend: Backend, kernels: Kernels, dtype: torch.dtype, given: bool
 ) -> None:
@@ -259,7 +259,7 @@ def test_same_bits_every_time(
     if backend.name in MODELS:
         lengths = [50, 16] if dtype == torch.float32 else [129, 16, 70]
     positions = random_positions(lengths, lengths) if given else None
-    heads = {"heads": 2, "kv_heads": 1, "head_dim": 32}
+    heads = {"heads": 2, "kv_heads": 1, "head_dim": 64 if kernels.wgmma else 32}
     case = Case(lengths, lengths, window=(20, 40), p=0.1, positions=positions, **heads)
     inputs, dout = backend.put((case.inputs(dtype), case.dout(dtype)))
     backend.assert_same_bits(partial(with_gradients, case.ours, inputs, dout))

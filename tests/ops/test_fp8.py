@@ -68,8 +68,7 @@ def test_quantisation(
         limit = 2**-22 * largest
         assert (want[2] * torch.finfo(FORMATS[e5m2]).max - largest).abs() <= limit
     x = backend.put(x)
-    for multiprocessors, _ in enumerate(backend.schedules(), 1):
-        backend.assume(multiprocessors=multiprocessors)
+    for _ in backend.schedules_and_sizes():
         for a, b in zip(bytes_of(quantize_fp8(x, e5m2)), bytes_of(want), strict=True):
             assert torch.equal(a, b)
     q, kept, _ = quantize_fp8(x, e5m2, transpose=False)
@@ -108,8 +107,7 @@ def test_rounding_by_a_scale_that_is_given(
     scale = 1e-5 if e5m2 else 2e-3  # too small for some
     want = backend.on_cpu(by_scale, x, e5m2, True, scale)
     x = backend.put(x)
-    for multiprocessors, _ in enumerate(backend.schedules(), 1):
-        backend.assume(multiprocessors=multiprocessors)
+    for _ in backend.schedules_and_sizes():
         assert_same_numbers(by_scale(x, e5m2, True, scale), want)
     assert_same_numbers(by_scale(x, e5m2, False, scale)[:1], want[:1])
 
@@ -123,8 +121,7 @@ def test_a_gradient_and_the_sum_of_its_rows(
     dy = backend.put(draw(shape, seed=3)[0].to(dtype))
     wide = dy.double()
     bound = wide.abs().sum(0) * max(1, shape[0]) * torch.finfo(torch.float32).eps
-    for multiprocessors, _ in enumerate(backend.schedules(), 1):
-        backend.assume(multiprocessors=multiprocessors)
+    for _ in backend.schedules_and_sizes():
         noted = DelayedScale(*backend.put((torch.tensor(1e-4), torch.zeros(1024))))
         *results, _, sums = quantize_gradient(dy, True, noted, True)
         assert ((sums.double() - wide.sum(0)).abs() <= bound).all()

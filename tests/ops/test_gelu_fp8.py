@@ -64,8 +64,7 @@ def test_near_the_cpu(
     without_bias = backend.on_cpu(run, x, None, given[2], tanh)[1]
     given = backend.put(given)
     results = []
-    for multiprocessors, _ in enumerate(backend.schedules(), 1):
-        backend.assume(multiprocessors=multiprocessors)
+    for _ in backend.schedules_and_sizes():
         largest, q, kept, *dbias = run(*given, tanh)
         torch.testing.assert_close(largest, want_largest, rtol=1e-5, atol=0)
         assert_close(q, want, most)

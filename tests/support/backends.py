@@ -163,6 +163,12 @@ class Backend:
             for _ in range(6):
                 yield
 
+    def schedules_and_sizes(self) -> Iterator[None]:
+        """As `schedules`; the models are GPUs of 1 multiprocessor, 2, 3 and so on."""
+        for multiprocessors, _ in enumerate(self.schedules(), 1):
+            self.assume(multiprocessors=multiprocessors)
+            yield
+
     def assert_same_bits(self, run: Callable[[], Sequence[Tensor]]) -> None:
         """`run` gives the same bits whatever the order in which threads and blocks run."""
         first, *others = [run() for _ in self.schedules()]
