@@ -54,7 +54,22 @@ _GRACE = TIMEOUT / 10
 
 _context = multiprocessing.get_context("forkserver")
 # What a rank would import in seconds: an optimizer's first step alone imports torch._dynamo.
-_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.optim", "bert_unpad.experimental", "bert_unpad.optim", "bert_unpad.pretrain.pretrain", "docstring_parser", "jsonargparse", "pytest", "typeshed_client"])
+_context.set_forkserver_preload(
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.optim",
+        "bert_unpad.experimental",
+        "bert_unpad.optim",
+        "bert_unpad.pretrain.pretrain",
+        "docstring_parser",
+        "jsonargparse",
+        "pytest",
+        "typeshed_client",
+    ]
+)
 
 
 # Sockets of the ports given out last.
