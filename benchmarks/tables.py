@@ -92,6 +92,7 @@ def page() -> str:
         training_tables.families(),
         training_tables.growth(),
         training_tables.tuned_optimizers(),
+        training_tables.downstream(),
         rank_tables.plans(),
         rank_tables.published_plans(),
         gpu_tables.measured_on_gpus(),

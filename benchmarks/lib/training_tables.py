@@ -105,6 +105,37 @@ def families() -> str:
     )
 
 
+def downstream() -> str:
+    found = read("downstream")
+    if found is None:
+        return ""
+    best: dict[tuple[str, str], Result] = {}
+    for row in found["results"]:
+        key = (row["task"], row["contender"])
+        if key not in best or statistics.fmean(row["seeds"]) > statistics.fmean(best[key]["seeds"]):
+            best[key] = row
+    rows = [
+        [*key, f"{row['lr']:g}", f"{statistics.fmean(row['seeds']):.3f}", between(row["seeds"], 3)]
+        for key, row in sorted(best.items())
+    ]
+    sizes = "; ".join(
+        f"`{task}`: {of['train']:,} to learn from, {of['validation']:,} to measure"
+        for task, of in found["rows"].items()
+    )
+    return section(
+        "Fine-tuning, with and without pretraining",
+        "The quickstart's model, and one of its configuration with random weights, fine-tuned for "
+        f"{count(found['epochs'], 'epoch')} by `python -m bert_unpad.evaluate` on tasks in GLUE's "
+        "format, which are made of PyTorch's docstrings; the quickstart has seen those of Python's "
+        "standard library alone. `cola` is the Matthews correlation with whether two words beside "
+        "each other have been exchanged in a sentence, `rte` the accuracy of telling whether a "
+        f"sentence follows another (half do). Rows: {sizes}. The better of "
+        f"{count(len({row['lr'] for row in found['results']}), 'learning rate')} for each.",
+        source("downstream", found),
+        table(["task", "weights", "lr", "mean", "range of seeds"], rows, text_columns=2),
+    )
+
+
 def tuned_optimizers() -> str:
     found = read("tune")
     if found is None:
