@@ -66,6 +66,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "DreamDDP, period 16": OVERLAP | {"comm.hook": "dream_ddp", "comm.local_sgd_period": 16},
     MT_DAO: OVERLAP | {"optimizer.name": "mt_dao"},
     "GradientFlow": OVERLAP | {"comm.hook": "gradient_flow"},
+    "auto": OVERLAP | {"comm.hook": "auto", "comm.guarantee": "any"},
     "sharded overlap": OVERLAP | {"optimizer.shard": "overlap", "optimizer.name": "fused_adam"},
 }
 SENT = 8  # place of the sent bytes behind a device's name in /proc/net/dev
