@@ -8,11 +8,9 @@ timed allreduces. Of each the slowest rank's time counts, which all ranks know, 
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.device import Device
 from bert_unpad.costs.links import gpu_cluster
-from bert_unpad.costs.measure import CompressionTimer, fit_link, link_times, time_together
+from bert_unpad.costs.measure import CompressionTimer, fit_link, link_times
 from bert_unpad.costs.network import Cluster, Link
 from bert_unpad.costs.step import StepTime
 from bert_unpad.costs.sync import HOOK_COMPRESSIONS
@@ -31,7 +29,6 @@ from bert_unpad.plan.calibrate import process_group, rank_memory
 from bert_unpad.plan.candidates import Candidate
 from bert_unpad.plan.planner import Planner
 from bert_unpad.pretrain.config.communication import CommHookName, Guarantee
-from bert_unpad.pretrain.gradients.clipping import clip_gradients_
 from bert_unpad.pretrain.gradients.compute_clock import Spans, span_seconds
 from bert_unpad.pretrain.node_groups import common_node_size, node_group
 from bert_unpad.pretrain.run import Run
@@ -80,7 +77,7 @@ GAIN = 0.05
 _WINDOW = 16  # updates whose median counts
 _LINK_NUMBERS = (1024, 4 * 2**20)  # of timed allreduces: latency; bandwidth at DDP's size of bucket
 _LINK_SECONDS = 0.5  # that these may take, more on slow links
-_SAMPLES = 4  # of compression and clipping
+_SAMPLES = 4  # of compression
 _USUAL_SHARE, _CHANGED_SHARE = 0.01, 0.1  # of the run's time, for measuring links
 _CHANGED = 1.25  # factor by which updates take longer, or less long, when something has changed
 
@@ -149,13 +146,11 @@ def choose(seconds: Mapping[str, float], now: str | None = None) -> str:
 class AutoHook:
     """Chooses how a run syncs gradients, and notes it in the run's progress; on every rank alike.
 
-    Begins with what an earlier start of the run has chosen last. The first updates show what passes
-    and updates take; then it chooses, and again when `comm.start` is over. Links are measured
-    before the first update, and again as often as that takes 1 % of the time, or 10 % once updates
-    take longer or less long than they did. It chooses again each time, and after each change. A
-    method that was in use counts with the ratio of measured to predicted seconds that it had, as
-    long as updates do not change; another one with the seconds that an update takes now beyond what
-    was predicted: those of the host, of logs, of data.
+    Begins with what an earlier start of the run has chosen last, and chooses after the first
+    `_WINDOW` updates, when `comm.start` is over, and after links were measured: as often as that
+    takes 1 % of the time, or 10 % once updates take longer or less long. After a change it looks
+    again: a method that was in use counts with its ratio of measured to predicted seconds, another
+    one with the seconds by which updates take longer now than predicted, the host's and the data's.
 
     Args:
         run: of several ranks; its model on its device, before DDP wraps it.
@@ -165,42 +160,39 @@ class AutoHook:
     """
 
     def __init__(self, run: Run) -> None:
-        config, ranks = run.config, run.ranks
-        self._run = run
+        self._run, ranks = run, run.ranks
         self._node_size = common_node_size(ranks, "comm.hook", "auto", "another one")
         self._nodes = ranks.world_size // self._node_size
-        self._ratios: dict[str, float] = {}  # measured to predicted seconds of methods in use
-        self._usual: float | None = None  # seconds of an update since the latest choice
-        self._group = None
-        if min(self._node_size, self._nodes) > 1:
-            self._group = node_group(ranks, self._node_size)
+        several = min(self._node_size, self._nodes) > 1
+        self._group = node_group(ranks, self._node_size) if several else None
         self._measure_links()
         order = get_args(Guarantee)
+        last = order.index(run.config.comm.guarantee)
         self._allowed = {
             name: method
             for name, method in METHODS.items()
-            if order.index(method.guarantee) <= order.index(config.comm.guarantee)
-            and usable(method, self._nodes, self._cluster)
+            if order.index(method.guarantee) <= last and usable(method, self._nodes, self._cluster)
         }
         saved = run.progress.comm
-        found = [name for name, method in self._allowed.items() if method.settings == saved]
-        self.method = found[0] if found else "allreduce"
+        known = [name for name, method in self._allowed.items() if method.settings == saved]
+        self.method = known[0] if known else "allreduce"
         """The one in use, of `METHODS`."""
         run.progress.comm = METHODS[self.method].settings
-        self._chose, self._tries = bool(found), False
-        self._clip, self._compress = self._measure_clip(), self._measure_compression()
+        self._compress = self._measure_compression()
+        self._looks = not known  # whether it chooses after the next window whatever it measures
+        self._first = not known
+        self._ratios: dict[str, float] = {}
         self._laps: list[tuple[float, Spans]] = []
-        self._last = time.perf_counter()
 
     def after_update(self, spans: Spans) -> dict[str, Any] | None:
-        """Takes in an update; all ranks call it after each, with what they have no sum open of.
+        """Takes in an update; all ranks call it after each.
 
         Args:
             spans: in which this rank computed; the last of them is the optimizer's.
 
         Returns:
-            Why it has chosen what it has, where it has chosen; `changed` says whether that is
-            another method than before. The settings are in the run's progress.
+            What it has chosen and why, where it has chosen; `changed` says whether that is another
+            method than before. The settings are in the run's progress.
         """
         now = time.perf_counter()
         self._laps.append((now - self._last, spans))
@@ -212,38 +204,32 @@ class AutoHook:
         self._usual = self._usual or lap
         changed = not 1 / _CHANGED <= lap / self._usual <= _CHANGED
         share = _CHANGED_SHARE if changed else _USUAL_SHARE
-        due = self._cost <= share * lap * self._updates
-        started = self._run.progress.step - self._run.config.comm.start
-        if due:
+        if due := self._cost <= share * lap * self._updates:
             self._measure_links()
-            if changed:
-                self._ratios = {}
-        if not (due or self._tries or not self._chose or 0 <= started < _WINDOW):
-            return None
-        return self._choose(lap, passes, update)
+            self._ratios = {} if changed else self._ratios
+        started = 0 <= self._run.progress.step - self._run.config.comm.start < _WINDOW
+        return self._choose(lap, passes, update) if due or started or self._looks else None
 
     def _choose(self, lap: float, passes: float, update: float) -> dict[str, Any]:
-        run, before = self._run, self.method
+        run, before, comm = self._run, self.method, self._run.config.comm
         times = self._predict(passes, update)
-        predicted = {name: step.total for name, step in times.items()}
-        # The median update averages no models.
-        median = predicted[before] - times[before].weights
+        predicted = {name: time.total for name, time in times.items()}
+        median = predicted[before] - times[before].weights  # the median update averages no models
         self._ratios[before] = lap / median
-        rest = max(lap - median, 0.0)
-        ready = run.progress.step >= run.config.comm.start
+        beyond = max(lap - median, 0.0)
         expected = {
             name: predicted[name] * self._ratios[name]
             if name in self._ratios
-            else predicted[name] + rest
+            else predicted[name] + beyond
             for name, method in self._allowed.items()
-            if name in predicted and (ready or not method.warms_up)
+            if name in predicted and (run.progress.step >= comm.start or not method.warms_up)
         }
-        self.method = choose(expected, before if self._chose else None)
-        changed, self._chose = self.method != before, True
-        self._tries = changed
+        self.method = choose(expected, None if self._first else before)
+        changed = self._looks = self.method != before
+        self._first = False
         why = f"{self.method} {f'instead of {before}' if changed else 'as before'}: the fastest "
-        why += f"with comm.guarantee {run.config.comm.guarantee} at step {run.progress.step}; an "
-        why += f"update has taken {lap:.3g} s, and is predicted to take "
+        why += f"with comm.guarantee {comm.guarantee} at step {run.progress.step}; an update has "
+        why += f"taken {lap:.3g} s, and is predicted to take "
         why += ", ".join(f"{seconds:.3g} s ({name})" for name, seconds in predicted.items())
         if changed:
             run.progress.comm = METHODS[self.method].settings
@@ -263,96 +249,75 @@ class AutoHook:
 
     def _predict(self, passes: float, update: float) -> dict[str, StepTime]:
         """An update by each method, from the seconds of passes and the optimizer now."""
-        run, config = self._run, self._run.config
-        batch = config.batching.per_pass(run.ranks.world_size)
+        run, batching, size = self._run, self._run.config.batching, self._run.config.comm.bucket_mb
+        batch = batching.per_pass(run.ranks.world_size)
         length = max(round(run.progress.tokens / max(run.progress.sequences, 1)), 1)
-        tokens = batch * config.batching.accumulation * length
         # The clock counts what compresses as part of the passes.
         own = max(passes - self._compress.get(METHODS[self.method].compression, 0.0), passes / 2)
         device = Device(
             name="this rank",
             memory=rank_memory(run.device),
-            passes=ComputeCost(own / tokens),
+            passes=ComputeCost(own / (batch * batching.accumulation * length)),
             update=update,
-            clip=self._clip,
             compress=self._compress,
             one_bucket=run.device.type == "cpu",
         )
-        size = config.comm.bucket_mb
         return predict(
             self._workload(length),
             device,
             self._cluster,
-            Candidate(self._nodes, batch, config.batching.accumulation, recompute=config.recompute),
-            config.comm.local_sgd_period,
+            Candidate(self._nodes, batch, batching.accumulation, recompute=run.config.recompute),
+            run.config.comm.local_sgd_period,
             None if size is None else size * 2**20,
         )
 
     def _workload(self, length: int) -> Workload:
-        """What is trained, with sequences of one length: how unequal ranks are is measured."""
-        run, config = self._run, self._run.config
+        """What is trained, with sequences of one length: the clock has measured the slowest rank.
+
+        The update is measured too, so the optimizer only counts with its memory.
+        """
+        config, ranks = self._run.config, self._run.ranks.world_size
         counts = np.zeros(length + 1, np.int64)
         counts[length] = 1
-        name = config.optimizer.name
-        return Workload(
-            run.model.config,
-            counts,
-            global_batch=config.batching.per_rank(run.ranks.world_size) * run.ranks.world_size,
-            updates=1,
-            precision=config.precision,
-            optimizer=name if name in OPTIMIZERS else Workload.optimizer,
-        )
+        batch, name = config.batching.per_rank(ranks) * ranks, config.optimizer.name
+        optimizer = name if name in OPTIMIZERS else Workload.optimizer
+        return Workload(self._run.model.config, counts, batch, 1, config.precision, optimizer)
 
     def _slowest(self) -> list[float]:
         """Median seconds of the window's updates, of passes and of the optimizer's part in them."""
-        own = [
-            (lap, span_seconds(spans[:-1]), span_seconds(spans[-1:])) for lap, spans in self._laps
-        ]
-        self._laps = []
+        laps, self._laps = self._laps, []
+        own = [(lap, span_seconds(spans[:-1]), span_seconds(spans[-1:])) for lap, spans in laps]
         times = torch.tensor(own, dtype=torch.float64, device=self._run.device)
         dist.all_reduce(times, dist.ReduceOp.MAX)
         return times.median(dim=0).values.tolist()
 
     def _measure_links(self) -> None:
         ranks, begin = self._run.ranks, time.perf_counter()
-        on_cpus = ranks.device.type == "cpu"
-        world = self._link(None, ranks.world_size)
-        node = world if self._group is None else self._link(self._group, self._node_size)
+        world = node = _measure_link(ranks.device, None, ranks.world_size)
+        if self._group is not None:
+            node = _measure_link(ranks.device, self._group, self._node_size)
         # One ring through all ranks passes each node's link once.
         network = Link(world.latency, world.bandwidth / self._node_size)
-        if on_cpus:
+        self._cluster = gpu_cluster(self._node_size, node, network)
+        if ranks.device.type == "cpu":
             self._cluster = Cluster(self._node_size, node, network, algorithm="ring", flat=True)
-        else:
-            self._cluster = gpu_cluster(self._node_size, node, network)
-        self._cost = max(ranks.gather(time.perf_counter() - begin))
-        self._updates, self._usual = 0, None
         self._last = time.perf_counter()
-
-    def _link(self, group: dist.ProcessGroup | None, ranks: int) -> Link:
-        times = link_times(self._run.device, _LINK_SECONDS, _LINK_NUMBERS, group)
-        return fit_link(*times, ranks)
-
-    def _measure_clip(self) -> float:
-        """Seconds of clipping the average, where that is done after the passes."""
-        run = self._run
-        if run.config.clip.mode == "bucket":
-            return 0.0
-        parameters = [*run.model.parameters()]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        clip = partial(clip_gradients_, parameters, 1.0)
-        seconds = statistics.median(time_together(clip, run.device) for _ in range(_SAMPLES))
-        run.model.zero_grad()
-        return seconds
+        self._cost = max(ranks.gather(self._last - begin))
+        self._updates = 0
+        self._usual: float | None = None  # seconds of an update since then
 
     def _measure_compression(self) -> dict[str, float]:
         """Seconds that a sync by each compression computes more than a plain one does."""
-        run, found = self._run, {}
-        with process_group(run.device) as alone:
+        found = {}
+        with process_group(self._run.device) as alone:
             for name in HOOK_COMPRESSIONS:  # one copy of the model at a time
-                timer = CompressionTimer(self._workload(8), run.model, name, alone)
+                timer = CompressionTimer(self._workload(8), self._run.model, name, alone)
                 for _ in range(_SAMPLES):
                     timer.sample()
                 found[name] = timer.median()
                 del timer
         return {name: max(seconds - found["none"], 0.0) for name, seconds in found.items()}
+
+
+def _measure_link(device: torch.device, group: dist.ProcessGroup | None, ranks: int) -> Link:
+    return fit_link(*link_times(device, _LINK_SECONDS, _LINK_NUMBERS, group), ranks)

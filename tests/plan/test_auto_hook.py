@@ -228,15 +228,6 @@ def test_a_size_of_buckets_gives_way_to_one_bucket(monkeypatch):
     assert world.run.comm.bucket_mb == 0.5
 
 
-def test_computing_of_clipping_and_compression_is_measured(monkeypatch):
-    monkeypatch.setattr(auto_hook, "time_together", lambda step, _: step() is None)
-    world = World(monkeypatch, "--clip.mode", "bucket")
-    assert world.hook._measure_clip() == 0.0
-    world = World(monkeypatch, "--clip.mode", "after")
-    assert world.hook._clip in (0, 1)
-    assert all(parameter.grad is None for parameter in world.run.model.parameters())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -266,7 +257,7 @@ RUNS = {
 }
 
 
-def _with_choices(commands: list[tuple[int, list[str]]], choices: list[str]) -> int:
+def _with_choices(commands: list[tuple[int, list[str]]], choices: list[str], node_size: int) -> int:
     """Runs in turn that choose what they are told to, every 4 updates; prints what they know."""
     left: list[str] = []
 
@@ -278,19 +269,26 @@ def _with_choices(commands: list[tuple[int, list[str]]], choices: list[str]) -> 
     auto_hook._WINDOW, auto_hook._USUAL_SHARE = 4, 1e9  # links are measured after each window
     for command in commands:
         left[:] = choices
-        if code := in_turn([command], node_size=1):
+        if code := in_turn([command], node_size):
             return code
     return 0
 
 
-def _train(folder: Path, runs: dict[str, list[str]], choices: list[str]) -> None:
+def _train(
+    folder: Path,
+    runs: dict[str, list[str]],
+    choices: list[str],
+    ranks: int = 2,
+    node_size: int = 1,
+) -> None:
     commands = []
     for name, more in runs.items():
         options = ["--config", str(folder / "run.yaml"), *BASE, *more]
         commands.append((free_port(), [*options, "--run_dir", str(folder / name)]))
-    processes = start_ranks(_with_choices, 2, commands, choices, log=folder / "runs.log")
-    codes, output = finish(folder, "runs", processes)
-    assert codes == [0, 0], output
+    log = folder / f"{' and '.join(runs)}.log"
+    processes = start_ranks(_with_choices, ranks, commands, choices, node_size, log=log)
+    codes, output = finish(folder, log.stem, processes)
+    assert codes == [0] * ranks, output
 
 
 @pytest.fixture(scope="module")
@@ -317,8 +315,8 @@ def test_runs_change_their_hook_while_they_train(folder):
 @pytest.mark.slow
 def test_all_ranks_choose_from_the_same_numbers(folder):
     one, other = (
-        [x for x in (folder / f"runs.log.{rank}").read_text().splitlines() if "numbers {" in x]
-        for rank in range(2)
+        [x for x in path.read_text().splitlines() if "numbers {" in x]
+        for path in sorted(folder.glob("plain*.log.*"))
     )
     assert len(one) == 14
     assert one == other
@@ -341,3 +339,15 @@ def test_a_resumed_run_begins_with_what_it_had_chosen(folder):
     assert lines[0]["measured"]["method"] == CHOICES[1] == "power_sgd"
     assert not lines[0]["changed"]
     assert losses(folder / copy).keys() == losses(folder / "any").keys()
+
+
+@pytest.mark.slow
+def test_machines_with_several_ranks_average_within_first(folder):
+    choices = ["hierarchical", "hierarchical in bf16", "post_local_sgd", "allreduce"]
+    _train(folder, {"machines": RUNS["any"]}, choices, ranks=4, node_size=2)
+    lines = log_lines(folder / "machines", "comm")
+    assert [line["method"] for line in lines][:4] == choices
+    assert list(lines[0]["predicted"]) == list(METHODS)
+    links = lines[0]["links"]
+    assert links["node"]["bandwidth"] != 2 * links["network"]["bandwidth"]
+    assert len(losses(folder / "machines")) == 30
