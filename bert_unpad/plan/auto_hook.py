@@ -149,8 +149,8 @@ class AutoHook:
     Begins with what an earlier start of the run has chosen last, and chooses after the first
     `_WINDOW` updates, when `comm.start` is over, and after links were measured: as often as that
     takes 1 % of the time, or 10 % once updates take longer or less long. After a change it looks
-    again: a method that was in use counts with its ratio of measured to predicted seconds, another
-    one with the seconds by which updates take longer now than predicted, the host's and the data's.
+    again: what updates took beyond the prediction is added for a method that was in use, and the
+    least of that, which is the time of host and data, for another one.
 
     Args:
         run: of several ranks; its model on its device, before DDP wraps it.
@@ -181,7 +181,7 @@ class AutoHook:
         self._compress = self._measure_compression()
         self._looks = not known  # whether it chooses after the next window whatever it measures
         self._first = not known
-        self._ratios: dict[str, float] = {}
+        self._beyond: dict[str, float] = {}  # seconds of updates beyond what was predicted
         self._laps: list[tuple[float, Spans]] = []
 
     def after_update(self, spans: Spans) -> dict[str, Any] | None:
@@ -206,7 +206,7 @@ class AutoHook:
         share = _CHANGED_SHARE if changed else _USUAL_SHARE
         if due := self._cost <= share * lap * self._updates:
             self._measure_links()
-            self._ratios = {} if changed else self._ratios
+            self._beyond = {} if changed else self._beyond
         started = 0 <= self._run.progress.step - self._run.config.comm.start < _WINDOW
         return self._choose(lap, passes, update) if due or started or self._looks else None
 
@@ -215,12 +215,10 @@ class AutoHook:
         times = self._predict(passes, update)
         predicted = {name: time.total for name, time in times.items()}
         median = predicted[before] - times[before].weights  # the median update averages no models
-        self._ratios[before] = lap / median
-        beyond = max(lap - median, 0.0)
+        self._beyond[before] = lap - median
+        least = max(min(self._beyond.values()), 0.0)
         expected = {
-            name: predicted[name] * self._ratios[name]
-            if name in self._ratios
-            else predicted[name] + beyond
+            name: max(predicted[name] + self._beyond.get(name, least), 0.0)
             for name, method in self._allowed.items()
             if name in predicted and (run.progress.step >= comm.start or not method.warms_up)
         }
