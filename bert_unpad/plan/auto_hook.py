@@ -103,6 +103,7 @@ def predict(
     candidate: Candidate,
     period: int,
     bucket_bytes: float | None = None,
+    in_use: str = "allreduce",
 ) -> dict[str, StepTime]:
     """The time of an update by each method that these ranks can use and that fits their memory.
 
@@ -114,6 +115,7 @@ def predict(
             measured passes include.
         period: updates between averages of models, with post_local_sgd.
         bucket_bytes: limit of DDP's buckets; None: PyTorch's.
+        in_use: a method that is known to fit.
     """
     flat, within_nodes = (kind(work, device, cluster, bucket_bytes) for kind in (_Flat, Planner))
     found = {}
@@ -124,7 +126,8 @@ def predict(
             local_sgd_period=period if method.hook == "post_local_sgd" else 1,
         )
         planner = within_nodes if method.hook == "hierarchical" else flat
-        if usable(method, one.nodes, cluster) and (name == "allreduce" or planner.fits(one)):
+        fits = name == in_use or method.compression == "none" or planner.fits(one)
+        if fits and usable(method, one.nodes, cluster):
             found[name] = planner.update_time(replace(one, recompute="none"))
     return found
 
@@ -165,6 +168,9 @@ class AutoHook:
         self._nodes = ranks.world_size // self._node_size
         several = min(self._node_size, self._nodes) > 1
         self._group = node_group(ranks, self._node_size) if several else None
+        # Of links: seconds that they took, updates since then, and the seconds of one of these.
+        self._cost, self._updates, self._usual = 0.0, 0, 0.0
+        self._last = time.perf_counter()
         self._measure_links()
         order = get_args(Guarantee)
         last = order.index(run.config.comm.guarantee)
@@ -231,7 +237,7 @@ class AutoHook:
         why += ", ".join(f"{seconds:.3g} s ({name})" for name, seconds in predicted.items())
         if changed:
             run.progress.comm = METHODS[self.method].settings
-            self._usual = None
+            self._usual = 0.0
             if run.ranks.is_first:
                 logger.info("comm.hook auto: %s", why)
         return {
@@ -267,6 +273,7 @@ class AutoHook:
             Candidate(self._nodes, batch, batching.accumulation, recompute=run.config.recompute),
             run.config.comm.local_sgd_period,
             None if size is None else size * 2**20,
+            self.method,
         )
 
     def _workload(self, length: int) -> Workload:
@@ -301,8 +308,7 @@ class AutoHook:
             self._cluster = Cluster(self._node_size, node, network, algorithm="ring", flat=True)
         self._last = time.perf_counter()
         self._cost = max(ranks.gather(self._last - begin))
-        self._updates = 0
-        self._usual: float | None = None  # seconds of an update since then
+        self._updates, self._usual = 0, 0.0
 
     def _measure_compression(self) -> dict[str, float]:
         """Seconds that a sync by each compression computes more than a plain one does."""

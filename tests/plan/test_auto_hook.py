@@ -47,10 +47,14 @@ def device(memory: float = 1e9, **compress: float) -> Device:
     return Device("by hand", memory, ComputeCost(1e-4), 0.01, compress=compress, one_bucket=True)
 
 
-def predicted(nodes: int, local: int, link: Link, **changes) -> dict[str, float]:
+def predicted(
+    nodes: int, local: int, link: Link, in_use: str = "allreduce", **changes
+) -> dict[str, float]:
     cluster = Cluster(local, FAST, link, "ring", flat=True)
     found = predict(
-        *(work(nodes * local), device(**changes), cluster, Candidate(nodes, 2)), period=8
+        *(work(nodes * local), device(**changes), cluster, Candidate(nodes, 2)),
+        period=8,
+        in_use=in_use,
     )
     return {name: time.total for name, time in found.items()}
 
@@ -83,7 +87,8 @@ def test_methods_that_ranks_can_use(nodes, local, missing):
 
 def test_what_does_not_fit_is_left_out():
     assert "power_sgd" not in predicted(2, 1, SLOW, memory=1.0)
-    assert list(predicted(2, 1, SLOW, memory=1.0)) == ["allreduce"]
+    assert list(predicted(2, 1, SLOW, memory=1.0)) == ["allreduce", "post_local_sgd"]
+    assert "power_sgd" in predicted(2, 1, SLOW, in_use="power_sgd", memory=1.0)
 
 
 def test_the_fastest_is_chosen_a_simpler_one_about_as_fast_or_the_one_in_use():
