@@ -210,7 +210,9 @@ def auto_hook() -> str:
         f"above: two hosts, {found['batch']} sequences, median of "
         f"{count(found['rounds'], 'round')} in turns, seconds of an update. Predicted is what auto "
         "has predicted when it chose last, median of the rounds; times of the best is against the "
-        "fastest of the fixed hooks. [How it chooses](training/clusters.md"
+        "fastest of the fixed hooks. What else the machine did is in these figures (load average "
+        f"{found['load_average_before']:.1f} on {found['machine']['cores']} cores before): the "
+        "same method takes other times as auto and fixed. [How it chooses](training/clusters.md"
         "#a-hook-chosen-by-measurement).",
         source("comm_auto", found),
         table(
