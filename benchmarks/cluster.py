@@ -6,7 +6,8 @@
 Trains a small BERT (configs/bert_small.yaml) with gloo, one process of one thread on each host.
 Hosts are network namespaces joined by links of limited rate (where the rights for that are missing
 it says so and uses loopback). All contenders take turns, `--rounds` times, `--steps` updates each,
-of which those after `--settle` count. What they learn: `python -m benchmarks.convergence`.
+of which those after `--settle` count (8 times `--settle` of `auto`, which chooses in them). What
+they learn: `python -m benchmarks.convergence`.
 
 What is done is kept in FOLDER: the same command continues where it was stopped.
 
@@ -50,6 +51,7 @@ LOCAL = {"comm.hook": "post_local_sgd", "comm.local_sgd_group": 1}
 ALONE = "no exchange"
 PLAIN = "plain DDP"
 MT_DAO = "MT-DAO"
+AUTO = "auto"
 CONTENDERS: dict[str, dict[str, Any]] = {
     # What a step takes without any exchange: each rank trains a model of its own.
     ALONE: OVERLAP | LOCAL | {"comm.start": 0, "comm.local_sgd_period": 10**9},
@@ -66,8 +68,10 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "DreamDDP, period 16": OVERLAP | {"comm.hook": "dream_ddp", "comm.local_sgd_period": 16},
     MT_DAO: OVERLAP | {"optimizer.name": "mt_dao"},
     "GradientFlow": OVERLAP | {"comm.hook": "gradient_flow"},
+    AUTO: OVERLAP | {"comm.hook": "auto", "comm.guarantee": "any"},
     "sharded overlap": OVERLAP | {"optimizer.shard": "overlap", "optimizer.name": "fused_adam"},
 }
+CHOOSES = 8  # times as many updates until `auto` has chosen
 SENT = 8  # place of the sent bytes behind a device's name in /proc/net/dev
 
 
@@ -152,8 +156,10 @@ def timed(ranks: RankPool, name: str, options: argparse.Namespace) -> dict[str, 
     bytes of the last that counts are known.
     """
     period = 0 if name == ALONE else CONTENDERS[name].get("comm.local_sgd_period", 0)
-    # A multiple of `settle`: the update has a line in the log.
-    end = -(-max(options.steps, options.settle + period) // options.settle) * options.settle
+    settle = options.settle * (CHOOSES if name == AUTO else 1)
+    # A multiple of `options.settle`: the update has a line in the log.
+    count = -(-max(options.steps - options.settle, period) // options.settle) * options.settle
+    end = settle + count
     more = {
         "schedule.total_steps": end + 1,
         "evaluation.examples": 0,
@@ -162,9 +168,12 @@ def timed(ranks: RankPool, name: str, options: argparse.Namespace) -> dict[str, 
     }
     lines, sent = train(ranks, settings_of(name, options.folder / "timed", options, **more))
     seconds = {line["step"]: line["seconds"] for line in lines if line["kind"] == "train"}
-    count = end - options.settle
-    bytes_sent = sent[end] - sent[options.settle]
-    return {"step": (seconds[end] - seconds[options.settle]) / count, "bytes": bytes_sent / count}
+    found = {
+        "step": (seconds[end] - seconds[settle]) / count,
+        "bytes": (sent[end] - sent[settle]) / count,
+    }
+    chosen = [line for line in lines if line["kind"] == "comm"]
+    return found | ({"chosen": chosen[-1]} if chosen else {})
 
 
 def measure_link(
@@ -195,6 +204,8 @@ def measure_link(
             "step_seconds_of_rounds": means,
             "bytes_per_step": statistics.median(x["bytes"] for x in found),
         }
+        if name == AUTO:
+            row["chosen"] = [x["chosen"] for x in found]
         if ALONE in rounds:
             alone = [x["step"] for x in rounds[ALONE]]
             row["of_no_exchange"] = statistics.median(

@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--examples", type=int, default=6000, help="rows to learn from at most")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--lr", type=float, nargs="+", default=[1e-4, 3e-4])
+    parser.add_argument("--lr", type=float, nargs="+", default=[3e-4, 1e-3])
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -86,6 +86,7 @@ def page() -> str:
         rank_tables.balance(),
         rank_tables.clipping_time(),
         rank_tables.cluster(),
+        rank_tables.auto_hook(),
         rank_tables.rank_speeds(),
         rank_tables.one_bit(),
         convergence_tables.convergence(),

@@ -32,6 +32,6 @@ Shard = Literal["none", "node", "world", "overlap", "fsdp"]
 """`optimizer.shard`: which ranks share the optimizer's state out among them, and how."""
 
 POWER_SGD_RANK = 2
-"""Default of `comm.power_sgd_rank`: columns of the thin matrices."""
+"""Columns of the thin matrices of `comm.hook: power_sgd`."""
 LOCAL_SGD_PERIOD = 8
 """Default of `comm.local_sgd_period`: updates between averages of the models."""

@@ -60,14 +60,15 @@ def _start(
 ) -> list[subprocess.Popen[str]]:
     """Starts a process of one thread for each rank, whose output can be read."""
     port = str(_free_port())
+    places = [rank * len(hosts.prefixes) // world_size for rank in range(world_size)]
     processes = []
     for rank in range(world_size):
-        here = rank * len(hosts.prefixes) // world_size
+        here = places[rank]
         environment = os.environ | {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(places[:rank].count(here)),
+            "LOCAL_WORLD_SIZE": str(places.count(here)),
             "MASTER_ADDR": hosts.address,
             "MASTER_PORT": port,
             "GLOO_SOCKET_IFNAME": hosts.interfaces[here],

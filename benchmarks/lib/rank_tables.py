@@ -175,6 +175,54 @@ def cluster() -> str:
     )
 
 
+_AUTO_METHODS = {
+    "+ bucket overlap": "allreduce",
+    "+ bf16": "allreduce in bf16",
+    "PowerSGD": "power_sgd",
+    "local SGD": "post_local_sgd",
+}
+
+
+def auto_hook() -> str:
+    """`comm.hook: auto` beside each hook that it chooses from."""
+    found = read("comm_auto")
+    if found is None:
+        return ""
+    rows = []
+    for link in found["links"]:
+        *fixed, auto = link["results"]
+        best = min(x["step_seconds"] for x in fixed)
+        for x in fixed:
+            predicted = statistics.median(
+                y["predicted"][_AUTO_METHODS[x["contender"]]] for y in auto["chosen"]
+            )
+            error = predicted / x["step_seconds"] - 1
+            row = [link["rate"], _AUTO_METHODS[x["contender"]], f"{x['step_seconds']:.3f}"]
+            row += [between(x["step_seconds_of_rounds"], 3), f"{x['step_seconds'] / best:.2f}"]
+            rows.append([*row, f"{predicted:.3f}", f"{error:+.0%}"])
+        chosen = " or ".join(dict.fromkeys(y["method"] for y in auto["chosen"]))
+        row = [link["rate"], f"auto: {chosen}", f"{auto['step_seconds']:.3f}"]
+        row += [between(auto["step_seconds_of_rounds"], 3), f"{auto['step_seconds'] / best:.2f}"]
+        rows.append([*row, "", ""])
+    return section(
+        "A hook chosen by measurement",
+        "`comm.hook: auto` with `comm.guarantee: any` beside each hook that it chooses from, as "
+        f"above: two hosts, {found['batch']} sequences, median of "
+        f"{count(found['rounds'], 'round')} in turns, seconds of an update. Predicted is what auto "
+        "has predicted when it chose last, median of the rounds; times of the best is against the "
+        "fastest of the fixed hooks. What else the machine did is in these figures (load average "
+        f"{found['load_average_before']:.1f} on {found['machine']['cores']} cores before): the "
+        "same method takes other times as auto and fixed. [How it chooses](training/clusters.md"
+        "#a-hook-chosen-by-measurement).",
+        source("comm_auto", found),
+        table(
+            ["link", "", "s", "range of rounds", "times of the best", "predicted s", "error"],
+            rows,
+            text_columns=2,
+        ),
+    )
+
+
 def rank_speeds() -> str:
     """Ranks of unequal speed."""
     found = read("rank_speeds")

@@ -172,20 +172,26 @@ class CompressionTimer:
         run_pass(self._replica, self._inputs, self._dtype)
 
 
-def link_times(device: torch.device, seconds: float) -> tuple[list[float], list[float]]:
-    """Bytes and median seconds of allreduces among all ranks.
+def link_times(
+    device: torch.device,
+    seconds: float,
+    lengths: Sequence[int] = _LINK_SIZES,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[list[float], list[float]]:
+    """Bytes and median seconds of allreduces.
 
     Args:
         device: where the tensors lie.
         seconds: that it may take, about; on a slow network large sizes are left out.
+        lengths: numbers of each allreduce, ascending.
+        group: of this rank, one of equal groups that do the same side by side; None: all ranks.
     """
-    share = seconds / len(_LINK_SIZES)
+    share = seconds / len(lengths)
     sizes, times = [], []
-    for numbers in _LINK_SIZES:
+    for numbers in lengths:
         tensor = torch.zeros(numbers, device=device)
-        dist.all_reduce(tensor)
-
-        allreduce = partial(dist.all_reduce, tensor)
+        allreduce = partial(dist.all_reduce, tensor, group=group)
+        allreduce()
         once = time_together(allreduce, device)
         rounds = round(min(max(share / once, 3), 50))
         taken = [time_together(allreduce, device) for _ in range(rounds)]

@@ -124,7 +124,7 @@ def measured_device(
     cost = ComputeCost.fit(passes.batches, seconds)
     found = Device(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU",
-        memory=_memory(device) * memory_share,
+        memory=rank_memory(device) * memory_share,
         passes=cost,
         update=update,
         clip=clip,
@@ -143,7 +143,7 @@ def _sample(timer: PassTimer | CompressionTimer, seconds: float) -> None:
         timer.sample()
 
 
-def _memory(device: torch.device) -> float:
+def rank_memory(device: torch.device) -> float:
     """Bytes of memory of a rank."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)

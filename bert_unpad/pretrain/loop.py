@@ -155,6 +155,8 @@ class Trainer:
             self.log.window.add_spans(spans)
             if self.stages.follow_speeds(step, spans):
                 self.log.write("rank_speeds", {"speeds": self.progress.rank_speeds})
+            if (chosen := self.stages.follow_links(spans)) is not None:
+                self.log.write("comm", chosen)
             pending = counts
             last = progress.step == self.total_steps
             due = {name: last or _due(progress.step, every) for name, every in self._every.items()}

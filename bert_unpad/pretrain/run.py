@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bert_unpad.nn import EncoderForPreTraining
-from bert_unpad.pretrain.config import PretrainConfig
+from bert_unpad.pretrain.config import ClipConfig, CommConfig, PretrainConfig
 from bert_unpad.pretrain.ranks import Ranks
 
 _ACTIVATION_DTYPES = {
@@ -45,6 +46,8 @@ class Progress:
     """Whether evaluation.target_accuracy has ended the run."""
     rank_speeds: list[float] = field(default_factory=list)
     """What was measured last with batching.rank_speeds auto, by rank."""
+    comm: dict[str, str] = field(default_factory=dict)
+    """What comm.hook auto has chosen: `hook` and `wire_dtype`; empty without."""
     window: dict[str, float] = field(default_factory=dict)
     """Sums of the log's current interval."""
     window_seconds: float = 0.0
@@ -67,6 +70,24 @@ class Run:
     model: EncoderForPreTraining
     """The bare model, neither compiled nor in DDP."""
     progress: Progress = field(default_factory=Progress)
+
+    @property
+    def comm(self) -> CommConfig:
+        """How gradients travel now: as configured, or as comm.hook auto has chosen."""
+        comm = self.config.comm
+        if comm.hook != "auto":
+            return comm
+        hook: Any = self.progress.comm.get("hook", "allreduce")
+        one_bucket = hook == "power_sgd" and self.device.type == "cpu"
+        return replace(comm, hook=hook, bucket_mb=None if one_bucket else comm.bucket_mb)
+
+    @property
+    def clip(self) -> ClipConfig:
+        """How gradients are clipped and cast now, see `comm`."""
+        if self.config.comm.hook != "auto":
+            return self.config.clip
+        dtype: Any = self.progress.comm.get("wire_dtype", "fp32")
+        return replace(self.config.clip, wire_dtype=dtype)
 
     @property
     def dir(self) -> Path:

@@ -18,6 +18,7 @@ import numpy as np
 
 from bert_unpad._balancer import WorkModel
 from bert_unpad._cost_file import read_cost
+from bert_unpad._import_path import resolve
 from bert_unpad.data import PreparedData
 from bert_unpad.data.sampling.speed_sampler import SpeedSampler
 from bert_unpad.nn import EncoderForPreTraining
@@ -43,6 +44,7 @@ from bert_unpad.pretrain.update.kinds import find_kind
 
 logger = logging.getLogger(__name__)
 
+_AUTO = "bert_unpad.plan.auto_hook.AutoHook"  # which only its runs import
 _LEAD = 8  # updates by which samplers are ahead of training, at most
 
 
@@ -79,6 +81,8 @@ class Stages:
         if (setting := run.config.batching.rank_speeds) is not None:
             speeds = RankSpeeds(setting, run.ranks, run.progress.rank_speeds)
             self.speeds = speeds if run.ranks.world_size > 1 else None
+        several = run.ranks.world_size > 1
+        self._auto = resolve(_AUTO)(run) if run.config.comm.hook == "auto" and several else None
         cut_layers(run.model, self.stage.layers)
         freeze(run.model, self.stage)
         self.way = make_way(run)
@@ -123,6 +127,22 @@ class Stages:
         assert isinstance(self.sampler, SpeedSampler | ExchangedFeed)  # where there are speeds
         self.sampler.set_speeds(self.speeds.values, self._updates + _LEAD)
         return True
+
+    def follow_links(self, spans: Spans) -> dict[str, Any] | None:
+        """Lets comm.hook auto choose after an update how the next ones sync gradients.
+
+        Args:
+            spans: in which this rank computed.
+
+        Returns:
+            Why it has chosen what it has; None if it has not.
+        """
+        found = None if self._auto is None else self._auto.after_update(spans)
+        if found is not None and found["changed"]:
+            self.way.synchronise(with_state=True)
+            self.way.end()
+            self.way.begin()
+        return found
 
     def forget_left_out(self) -> None:
         """Drops the gradients of layers that the update leaves out: they do not change then.

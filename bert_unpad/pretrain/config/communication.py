@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bert_unpad._choices import LOCAL_SGD_PERIOD, POWER_SGD_RANK
+from bert_unpad._choices import LOCAL_SGD_PERIOD
 from bert_unpad._tiers import advanced
 
 CommHookName = Literal[
-    "allreduce", "hierarchical", "power_sgd", "post_local_sgd", "dream_ddp", "gradient_flow"
+    "allreduce", "hierarchical", "power_sgd", "post_local_sgd", "dream_ddp", "gradient_flow", "auto"
 ]
+Guarantee = Literal["exact", "bounded", "any"]
+"""`comm.guarantee`, the strictest first."""
+
+MODELS_DIFFER: tuple[CommHookName, ...] = ("post_local_sgd", "dream_ddp")
+"""Comm hooks with which ranks update models apart."""
 
 
 @dataclass
@@ -29,15 +34,17 @@ class CommConfig:
     al., 2020). dream_ddp (experimental): ranks average no gradients, but their models layer by
     layer, during the backward pass (Tang et al., 2025). gradient_flow (experimental): the chunks of
     the gradient with the largest norms travel, the others later (Sun et al., 2019); what is kept is
-    not bounded by clip."""
+    not bounded by clip. auto measures, predicts and chooses, see comm.guarantee."""
+    guarantee: Guarantee = advanced("exact")
+    """With comm.hook auto: what it may choose. exact: averages of the gradient, by allreduce or
+    hierarchical. bounded: also clip.wire_dtype bf16, which rounds, and power_sgd, which sends later
+    what it leaves out. any: also post_local_sgd."""
     start: int = advanced(1000)
     """With comm.hook power_sgd, post_local_sgd, dream_ddp or gradient_flow, or optimizer.name
-    mt_dao, onebit_adam or onebit_lamb: updates at the start of the run that use plain allreduces.
-    dream_ddp then measures times in 5 more; with gradient_flow the share of chunks falls to
-    comm.chunk_share during as many more. With optimizer.name zero_one_adam: updates in which the
-    variance may change."""
-    power_sgd_rank: int = advanced(POWER_SGD_RANK)
-    """With comm.hook power_sgd: columns of the thin matrices."""
+    mt_dao, onebit_adam or onebit_lamb: updates at the start of the run that use plain allreduces,
+    before which auto chooses none of these. dream_ddp then measures times in 5 more; with
+    gradient_flow the share of chunks falls to comm.chunk_share during as many more. With
+    optimizer.name zero_one_adam: updates in which the variance may change."""
     local_sgd_period: int = advanced(LOCAL_SGD_PERIOD)
     """With comm.hook post_local_sgd: updates between averages of the models; with dream_ddp:
     updates in which each layer is averaged at least once. Evaluations and checkpoints average whole
@@ -49,3 +56,8 @@ class CommConfig:
     """With comm.hook gradient_flow: share of each bucket's chunks that travel; one at least."""
     chunk_size: int = advanced(32768)
     """With comm.hook gradient_flow: numbers in a chunk of the gradient."""
+
+    @property
+    def models_differ(self) -> bool:
+        """Whether ranks update models apart, or may come to do so."""
+        return self.hook in MODELS_DIFFER or (self.hook == "auto" and self.guarantee == "any")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bert_unpad._choices import COMMUNICATING, ONE_BIT
 from bert_unpad.data.prepared import is_streamed
+from bert_unpad.pretrain.config.communication import MODELS_DIFFER, CommConfig
 from bert_unpad.pretrain.config.errors import ConfigError
 from bert_unpad.pretrain.config.growth import GrowthConfig
 from bert_unpad.pretrain.config.model import ModelConfig
@@ -22,8 +23,6 @@ from bert_unpad.pretrain.config.update import ScheduleConfig
 if TYPE_CHECKING:
     from bert_unpad.pretrain.config.run import PretrainConfig
 
-MODELS_DIFFER = ("post_local_sgd", "dream_ddp")
-"""Comm hooks with which ranks update models apart."""
 _FP16_MAX = 65504
 
 
@@ -174,6 +173,17 @@ LIMITS: tuple[Limit, ...] = (
     *_with(
         {"comm.hook": _is("power_sgd", "dream_ddp", "gradient_flow")},
         ("clip.wire_dtype", _is("fp32")),
+    ),
+    *_read_with("comm.hook", CommConfig, {"comm.guarantee": ("auto",)}),
+    *_with(
+        {"comm.hook": _is("auto")},
+        ("clip.wire_dtype", _is("fp32"), "which chooses it"),
+        ("comm.local_sgd_group", _NULL, "which averages gradients within machines"),
+        ("optimizer.shard", _is("none"), "whose ranks make whole updates"),
+        ("optimizer.overlap", _OFF, "which times updates by themselves"),
+        ("optimizer.name", _not(*COMMUNICATING), "whose gradients travel"),
+        ("compile", _OFF, "which wraps the model again when it changes"),
+        ("data.objective", _not("rtd"), "which measures passes of one encoder"),
     ),
     *_with(
         _LOCAL,

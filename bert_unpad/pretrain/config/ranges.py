@@ -65,7 +65,6 @@ _RANGES: dict[str, _Range] = {
     "loss_scale.growth_interval": _at_least(1),
     "comm.bucket_mb": _Range(_ABOVE_ZERO, math.inf, "a number > 0"),
     "comm.start": _at_least(0),
-    "comm.power_sgd_rank": _at_least(1),
     "comm.local_sgd_period": _at_least(2),
     "comm.local_sgd_group": _at_least(1),
     "comm.chunk_share": _Range(_ABOVE_ZERO, 1, "a number > 0 and <= 1"),

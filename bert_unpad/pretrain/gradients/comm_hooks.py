@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.utils._pytree import tree_map
 
+from bert_unpad._choices import POWER_SGD_RANK
 from bert_unpad._import_path import path_of, resolve
 from bert_unpad.distributed import HierarchicalAllreduce, allreduce_hook
 from bert_unpad.optim.one_bit import OneBitOptimizer
@@ -50,7 +51,7 @@ class PowerSGD(CommHook):
         self.hook = powerSGD_hook
         self.state = PowerSGDState(
             process_group=None,
-            matrix_approximation_rank=config.power_sgd_rank,
+            matrix_approximation_rank=POWER_SGD_RANK,
             start_powerSGD_iter=config.start + SETTLING_PASSES,
         )
         # The hook starts its second collective when the first has ended. gloo calls back from
@@ -158,6 +159,7 @@ HOOKS: dict[CommHookName, Entry] = {
     "post_local_sgd": LocalSGD,
     "dream_ddp": "bert_unpad.experimental.dream_ddp.comm_hook.DreamDDP",
     "gradient_flow": "bert_unpad.experimental.gradient_flow.comm_hook.ChunkedSync",
+    "auto": lambda *_: CommHook(),  # which it begins with; `Run.comm` has what it chooses
 }
 """What makes each `comm.hook` of several ranks."""
 

@@ -100,6 +100,7 @@ def _summary(
         "joules": progress.joules,
         "joules_per_sequence": joules_per_sequence(progress.joules, progress.sequences),
         "energy_missing": start.get("energy_missing", {}),
+        "comm": _without(last["comm"], "kind") if "comm" in last else None,
         "padding_avoided": 1 - progress.tokens / progress.padded,
         "straggler_efficiency": statistics.fmean(balance) if balance else None,
         "measured_efficiency": statistics.fmean(measured) if measured else None,

@@ -96,14 +96,14 @@ class Ddp(Way):
         run, hook = self.run, self._hook
         # A hook's memory outlives a change of the scale, so what it gets must be unscaled.
         self._make_clipping(self.loss_scale is not None and bool(hook.hook))
-        bucket_mb = run.config.comm.bucket_mb
+        bucket_mb = run.comm.bucket_mb
         replica = wrap_in_ddp(run.model, run.ranks, hook, self._bucket, bucket_mb, leaves_out)
         make_empty_passes(replica, run.model, run.device)
         return replica
 
     def _make_clipping(self, needed: bool) -> None:
         """Makes what clips gradients before they are averaged; see `make_bucket_clip`."""
-        clip, self._before = self.run.config.clip, None
+        clip, self._before = self.run.clip, None
         if self._mode == "before":
             self._before = ClipBefore(
                 self.run.model.parameters(),

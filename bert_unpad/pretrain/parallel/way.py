@@ -130,7 +130,7 @@ class Way:
         run, config = self.run, self.run.config
         if config.amax_history is not None:
             self._delay_scaling(config.amax_history)
-        self._hook = build_comm_hook(config.comm, run.ranks, self.optimizer)
+        self._hook = build_comm_hook(run.comm, run.ranks, self.optimizer)
         self._bucket = None
         if config.compile:
             run.model.compile(dynamic=True)

@@ -12,7 +12,6 @@ import torch
 
 from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.pretrain.config import ConfigError, PretrainConfig
-from bert_unpad.pretrain.config.limits import MODELS_DIFFER
 from bert_unpad.pretrain.update.arguments import class_arguments
 from bert_unpad.pretrain.update.kinds import KINDS, Kind, find_kind
 
@@ -71,7 +70,7 @@ def check_optimizer(
     if cuts_parameters and declared not in _TAKE_PARTS:
         expected = "expected none, node, world or fsdp"
         raise ConfigError("optimizer.shard", f"{expected} with {given}, got {shard}")
-    if hook in MODELS_DIFFER and declared is None:
+    if config.comm.models_differ and declared is None:
         raise ConfigError("comm.hook", f"expected another one with {given}, got {hook}")
 
 
@@ -96,7 +95,7 @@ def _check_row(kind: Kind, config: PretrainConfig) -> None:
     """Checks what a row of the table says that its optimizer can do."""
     arguments = class_arguments(kind, config.optimizer)
     shares_work = kind.shares_work and arguments.get("distributed", True)
-    if config.comm.hook in MODELS_DIFFER and shares_work:
+    if config.comm.models_differ and shares_work:
         raise ConfigError(
             "comm.hook",
             f"expected another one with optimizer.name {config.optimizer.name}, whose ranks share "

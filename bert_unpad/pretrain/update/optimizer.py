@@ -12,7 +12,6 @@ from bert_unpad.nn import Encoder
 from bert_unpad.ops.matmul import product_dtype
 from bert_unpad.optim.base import FusedOptimizer
 from bert_unpad.pretrain.config import ConfigError, OptimizerConfig, PretrainConfig
-from bert_unpad.pretrain.config.limits import MODELS_DIFFER
 from bert_unpad.pretrain.update.arguments import class_arguments
 from bert_unpad.pretrain.update.kinds import find_kind
 from bert_unpad.pretrain.update.state import local_optimizer, remember_groups
@@ -99,7 +98,7 @@ def round_weights_in_updates(
     if (
         config.precision == "fp32"
         or not (isinstance(optimizer, FusedOptimizer) and optimizer.rounds)
-        or config.comm.hook in MODELS_DIFFER
+        or config.comm.models_differ
         or config.compile
     ):
         return

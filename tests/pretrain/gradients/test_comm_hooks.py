@@ -129,7 +129,6 @@ def test_all_ranks_leave_a_step_out_together_and_go_on(both_ranks, hook, mode):
     [
         ([*POWER, "--clip.mode", "before"], "comm.hook: expected .* with clip.mode before"),
         ([*POWER, "--clip.wire_dtype", "bf16"], "clip.wire_dtype: expected fp32 with comm.hook"),
-        ([*POWER, "--comm.power_sgd_rank", "0"], "comm.power_sgd_rank: expected a number >= 1"),
         ([*LOCAL, "--comm.local_sgd_period", "1"], "comm.local_sgd_period: expected .* >= 2"),
         ([*LOCAL, "--comm.start", "-1"], "comm.start: expected a number >= 0"),
         (["--comm.bucket_mb", "0"], "comm.bucket_mb: expected a number > 0"),
