@@ -56,7 +56,6 @@ TAIL = """\
 ## Without a table here
 
 ```bash
-python -m benchmarks.host                 # what the host needs for a layer; writes nothing
 python -m benchmarks.ops --device cuda    # single operators on a GPU
 python -m benchmarks.model --device cuda  # a step on a GPU: time, MFU, memory, kernels
 python -m benchmarks.optim --device cuda  # optimizers on a GPU
@@ -80,6 +79,7 @@ def page() -> str:
         speed_tables.hugging_face(),
         speed_tables.optimizers(),
         speed_tables.memory(),
+        speed_tables.host(),
         data_tables.preparing(),
         data_tables.importing(),
         data_tables.feed(),

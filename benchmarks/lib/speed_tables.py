@@ -284,6 +284,31 @@ def memory() -> str:
     )
 
 
+def host() -> str:
+    found = runs("host")
+    if not found:
+        return ""
+    return section(
+        "What the host needs for a layer",
+        "Microseconds of CPU time for the forward and backward pass of one encoder layer on one "
+        "token, 64 features wide: next to nothing but Python, autograd and the dispatcher, which a "
+        "GPU waits for in short batches without CUDA graphs. Medians of rounds in turns, of the "
+        "ratio too. Operators are all that a pass dispatches.",
+        *tables(found, _host_table),
+    )
+
+
+def _host_table(found: Result) -> str:
+    rows = []
+    for x in found["results"]:
+        both = sum(x["microseconds"].values())
+        times = [f"{value:.0f}" for value in (*x["microseconds"].values(), both)]
+        counts = [str(value) for value in x["operators"].values()]
+        rows.append([x["contender"], *times, f"{x['ours_takes']:.2f}", *counts])
+    header = ["", "forward", "backward", "both", "`bert_unpad` takes of it", "operators forward"]
+    return table([*header, "operators backward"], rows)
+
+
 def _ragged(found: Sequence[dict[str, Any]]) -> Iterator[str]:
     if not found:
         return

@@ -70,7 +70,8 @@ class SelfAttention(nn.Module):
             The attention output, [T, heads * head_dim], and x for the residual; see
             `ops.linear_residual`.
         """
-        qkv, residual = self._project(x, self.qkv.weight, self.qkv.bias)
+        linear = self.qkv
+        qkv, residual = self._project(x, linear.weight, linear.bias)
         rotated = self.num_heads + self.kv_heads
         qkv = qkv.view(qkv.shape[0], rotated + self.kv_heads, self.head_dim)
         if (rotary := positions.rotary) is not None:
@@ -248,6 +249,7 @@ class AttentionBlock(nn.Module):
             residual = same
         elif rows is not None:
             residual = gather_rows(input_parts(residual)[0], rows.positions)
-        weight = self.output.dense.weight
+        output = self.output
+        weight = output.dense.weight
         y = ops.fp8_linear(out, weight, None, self.scales) if self.fp8 else ops.linear(out, weight)
-        return self.output(y, residual, rng[1], scale)
+        return output(y, residual, rng[1], scale)

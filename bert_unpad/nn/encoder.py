@@ -107,14 +107,15 @@ class EncoderLayer(nn.Module):
         x, residual = self.attention(
             x, residual if pre_norm else x, batch, rows, keys, positions, scale
         )
-        first, second = self.intermediate.dense, self.output.dense
-        weights = (first.weight, first.bias, second.weight)
+        intermediate, output = self.intermediate, self.output
+        first = intermediate.dense
+        weights = (first.weight, first.bias, output.dense.weight)
         more: MlpOptions = {"recompute": recompute_gelu, "fp8": self.fp8, "scales": self.scales}
-        if self.intermediate.gated:
-            y, same = ops.glu_mlp(x, *weights, kind=self.intermediate.kind, **more)
+        if intermediate.gated:
+            y, same = ops.glu_mlp(x, *weights, kind=intermediate.kind, **more)
         else:
-            y, same = ops.mlp(x, *weights, approximate=self.intermediate.approximate, **more)
-        x, residual = self.output(y, residual if pre_norm else same, rng[2], next_scale)
+            y, same = ops.mlp(x, *weights, approximate=intermediate.approximate, **more)
+        x, residual = output(y, residual if pre_norm else same, rng[2], next_scale)
         return (x, residual) if pre_norm else x
 
 
@@ -289,6 +290,7 @@ class Encoder(nn.Module):
         indices = [index for index in range(len(order)) if self._is_active(index)]
         if not indices and rows is not None:
             x = x.index_select(0, rows.positions)
+        recompute = self.recompute if self.training else "none"
         residual, ran = None, -1
         if self._pre_norm:
             residual = x
@@ -307,14 +309,14 @@ class Encoder(nn.Module):
                 batch,
                 rows if index == indices[-1] else None,
                 rng[count * index : count * (index + 1)],
-                self.recompute == "gelu" and self.training,
+                recompute == "gelu",
                 residual,
                 positions,
             )
             if self.training and index < self.frozen_layers:
                 with torch.no_grad():
                     found = layer(*arguments)
-            elif self.recompute == "layer" and self.training:
+            elif recompute == "layer":
                 # A layer's randomness depends only on its keys, so there is no state to restore.
                 # Its input is all that is kept: not in 8 bits too.
                 found = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)

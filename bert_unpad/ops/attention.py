@@ -1,8 +1,9 @@
 """Variable-length attention: functions, fake kernels and autograd over the C++ operators."""
 
 import math
-from collections.abc import Collection
-from typing import Literal, get_args
+from collections.abc import Callable, Collection
+from operator import attrgetter
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -105,7 +106,7 @@ def varlen_attention(
     rng = _rng.draw(dropout_p, rng, qkv.device)
     left, right = _window("varlen_attention", window)
     bias = _parts("varlen_attention", position_bias)
-    return _ops.varlen_attention(
+    return _call_attention(
         qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, order, groups, num_heads or 0, left,
         right, *bias,
     )[0]  # fmt: skip
@@ -171,7 +172,7 @@ def varlen_cross_attention(
     rng = _rng.draw(dropout_p, rng, q.device)
     left, right = _window("varlen_cross_attention", window)
     bias = _parts("varlen_cross_attention", position_bias)
-    return _ops.varlen_cross_attention(
+    return _call_cross_attention(
         q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, dropout_p, rng, order,
         None, left, right, query_positions, *bias,
     )[0]  # fmt: skip
@@ -237,21 +238,22 @@ def _gradients_like(data: Tensor, *parts: Tensor | None) -> list[Tensor]:
     return [data.new_empty(0) if x is None else x.new_empty(x.shape) for x in parts]
 
 
-def _register_backward(name: str, differentiable: list[str]) -> None:
+def _register_backward(name: str, differentiable: list[str]) -> Callable[..., Any]:
     """Registers the derivative of an operator whose backward operator takes, after the gradient,
     what it reads of the first one by the same names, and whether the table needs a gradient."""
-    operator = getattr(_ops, f"{name}_backward")
+    operator = getattr(_ops, f"{name}_backward").default
     read = argument_names(f"{name}_backward")[1:-1]
+    read_of = attrgetter(*read)
     differentiable = [*differentiable, "bias_table", "bias_query", "bias_key"]
 
     def backward(kept, dout, _dlse):
-        arguments = (getattr(kept, argument) for argument in read)
-        gradients = operator(_last_contiguous(dout), *arguments, kept.needs("bias_table"))
+        dout = _last_contiguous(dout)
+        gradients = operator(dout, *read_of(kept), kept.needs("bias_table"))
         found = zip(differentiable, gradients, strict=True)
         return {argument: gradient for argument, gradient in found if kept.needs(argument)}
 
-    register_autograd(name, backward, read, constant=["lse"])
+    return register_autograd(name, backward, read, constant=["lse"])
 
 
-_register_backward("varlen_attention", ["qkv"])
-_register_backward("varlen_cross_attention", ["q", "kv"])
+_call_attention = _register_backward("varlen_attention", ["qkv"])
+_call_cross_attention = _register_backward("varlen_cross_attention", ["q", "kv"])

@@ -20,7 +20,8 @@ from bert_unpad.ops import matmul
 from bert_unpad.ops.delayed_scaling import LinearScales
 from bert_unpad.ops.fp8 import RoundedInput, check_fp8, fp8_linear, input_parts
 from bert_unpad.ops.fp8_feed_forward import Fp8Mlp
-from bert_unpad.ops.glu import GluKind, kind_number
+from bert_unpad.ops.gelu import call_bias_gelu
+from bert_unpad.ops.glu import GluKind, call_glu, kind_number
 from bert_unpad.ops.linear_layer import check_linear, linear, linear_residual
 from bert_unpad.ops.registration import first_order
 from bert_unpad.ops.rounded_weights import rounded
@@ -29,6 +30,11 @@ from bert_unpad.ops.tensor_checks import check_devices, check_tensors
 _ops = torch.ops.bert_unpad
 
 _TANH = ("bias_gelu", True)
+# Of each name the operator and its derivative.
+_ACTIVATIONS = {
+    "bias_gelu": (call_bias_gelu, _ops.bias_gelu_backward.default),
+    "glu": (call_glu, _ops.glu_backward.default),
+}
 # Of the first linear layer and the second.
 MlpScales = tuple[LinearScales, LinearScales]
 
@@ -50,7 +56,7 @@ def _epilogue_pays(device: torch.device) -> bool:
 def _activate(pre: Tensor, bias1: Tensor | None, activation: tuple[str, int]) -> Tensor:
     """The activation, an operator's name and kind, of `pre` plus the bias."""
     name, kind = activation
-    return getattr(_ops, name)(pre, bias1, kind)
+    return _ACTIVATIONS[name][0](pre, bias1, kind)
 
 
 class _Mlp(torch.autograd.Function):
@@ -78,7 +84,7 @@ class _Mlp(torch.autograd.Function):
         if ctx.epilogue:
             # cuBLASLt's epilogue has no form without a bias.
             bias = wide1.new_zeros(wide1.shape[0]) if bias1 is None else bias1.to(dtype)
-            inner, pre = _ops.linear(x, wide1, bias, True)
+            inner, pre = _ops.linear.default(x, wide1, bias, True)
         else:
             pre = matmul.forward(x, wide1)
             inner = _activate(pre, bias1, activation)
@@ -108,12 +114,11 @@ class _Mlp(torch.autograd.Function):
             del inner
             if needs_x or needs_weight1 or needs_bias1:
                 if ctx.epilogue:
-                    dpre = _ops.linear_dgrad(dy, wide2, None, pre)
+                    dpre = _ops.linear_dgrad.default(dy, wide2, None, pre)
                 else:
                     dinner = matmul.dgrad(dy, wide2)
                     name, kind = ctx.activation
-                    backward = getattr(_ops, f"{name}_backward")
-                    dpre, dbias1 = backward(dinner, pre, bias1, kind)
+                    dpre, dbias1 = _ACTIVATIONS[name][1](dinner, pre, bias1, kind)
                     del dinner
                 if needs_weight1 or ctx.epilogue:
                     bias = bias1 if ctx.epilogue else None
@@ -231,10 +236,10 @@ def _feed_forward(
 ) -> tuple[Tensor, Tensor]:
     given = x
     x, rounded = input_parts(x)
-    check_tensors(function, {"x": x, "weight2": weight2}, read=True)
+    check_linear(function, x, weight1, bias1, "1")
     if x.dim() != 2:
         raise ValueError(f"{function}: x must have shape [rows, features], got {list(x.shape)}")
-    check_linear(function, x, weight1, bias1, "1")
+    check_tensors(function, {"weight2": weight2}, read=True)
     check_devices(function, {"x": x, "weight2": weight2})
     inner = weight1.shape[0]
     if activation[0] == "glu":

@@ -35,7 +35,7 @@ def bias_gelu(
     if approximate not in ("none", "tanh"):
         raise ValueError(f'bias_gelu: approximate must be "none" or "tanh", got {approximate!r}')
     check_tensors("bias_gelu", {"x": x}, {"bias": bias})
-    return _ops.bias_gelu(x.contiguous(), bias, approximate == "tanh")
+    return call_bias_gelu(x.contiguous(), bias, approximate == "tanh")
 
 
 @register_fake("bias_gelu")
@@ -50,8 +50,8 @@ def _(x, bias):
 
 
 def _backward(kept, dy):
-    dx, dbias = _ops.bias_gelu_backward(dy.contiguous(), kept.x, kept.bias, kept.tanh)
+    dx, dbias = _ops.bias_gelu_backward.default(dy.contiguous(), kept.x, kept.bias, kept.tanh)
     return {"x": dx, "bias": None if kept.bias is None else dbias}
 
 
-register_autograd("bias_gelu", _backward, ["x", "bias", "tanh"])
+call_bias_gelu = register_autograd("bias_gelu", _backward, ["x", "bias", "tanh"])

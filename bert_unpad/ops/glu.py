@@ -35,7 +35,7 @@ def glu(x: Tensor, kind: GluKind, bias: Tensor | None = None) -> Tensor:
         ValueError: `kind` is unknown.
     """
     check_tensors("glu", {"x": x}, {"bias": bias})
-    return _ops.glu(x.contiguous(), bias, kind_number("glu", kind))
+    return call_glu(x.contiguous(), bias, kind_number("glu", kind))
 
 
 def kind_number(function: str, kind: str) -> int:
@@ -57,8 +57,8 @@ def _(x, bias):
 
 
 def _backward(kept, dy):
-    dx, dbias = _ops.glu_backward(dy.contiguous(), kept.x, kept.bias, kept.kind)
+    dx, dbias = _ops.glu_backward.default(dy.contiguous(), kept.x, kept.bias, kept.kind)
     return {"x": dx, "bias": None if kept.bias is None else dbias}
 
 
-register_autograd("glu", _backward, ["x", "bias", "kind"])
+call_glu = register_autograd("glu", _backward, ["x", "bias", "kind"])

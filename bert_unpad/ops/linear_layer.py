@@ -10,6 +10,11 @@ from bert_unpad.ops.rounded_weights import rounded
 from bert_unpad.ops.tensor_checks import DTYPES, check_devices, check_tensors
 
 
+def _matrix(x: Tensor) -> Tensor:
+    """[..., features] -> [rows, features], contiguous."""
+    return (x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).contiguous()
+
+
 class _Linear(torch.autograd.Function):
     """x weight^T + bias, and x; see `linear_residual`. Gradients have their argument's dtype."""
 
@@ -17,8 +22,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         dtype = matmul.product_dtype(x)
         wide = rounded(weight, dtype)
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
-        y = matmul.forward(flat, wide, None if bias is None else bias.to(dtype))
+        y = matmul.forward(_matrix(x), wide, None if bias is None else matmul.as_dtype(bias, dtype))
         ctx.save_for_backward(x, wide, weight, bias)
         ctx.set_materialize_grads(False)
         # A view could not be changed in place, as `rotary_` does.
@@ -32,13 +36,13 @@ class _Linear(torch.autograd.Function):
             return addend, None, None
         x, wide, weight, bias = saved
         shape = x.shape
-        x, dy = (t.reshape(-1, t.shape[-1]).contiguous() for t in (x, dy))
+        x, dy = _matrix(x), _matrix(dy)
         dx = dweight = dbias = None
         # A backward pass within autocast would otherwise compute products in another dtype.
         with matmul.no_autocast(dy.device.type):
             if ctx.needs_input_grad[0]:
-                flat = None if addend is None else addend.reshape(x.shape).contiguous()
-                dx = matmul.dgrad(dy, wide, flat).view(shape)
+                dx = matmul.dgrad(dy, wide, None if addend is None else _matrix(addend))
+                dx = dx if len(shape) == 2 else dx.view(shape)
             if ctx.needs_input_grad[1]:
                 dweight, dbias = matmul.wgrad(dy, x, weight, bias)
             elif ctx.needs_input_grad[2]:
@@ -111,7 +115,7 @@ def check_linear(
     """
     required, optional = {"x": x, f"weight{number}": weight}, {f"bias{number}": bias}
     check_tensors(function, required, optional, read=True)
-    check_devices(function, {**required, **optional})
+    check_devices(function, required | optional)
     if x.dtype not in DTYPES:
         raise ValueError(f"{function}: x: expected float32, bfloat16 or float16, got {x.dtype}")
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
@@ -119,7 +123,7 @@ def check_linear(
             f"{function}: expected x [..., in_features] and weight{number} "
             f"[out_features, in_features], got {list(x.shape)} and {list(weight.shape)}"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(
             f"{function}: bias{number} must have shape [{weight.shape[0]}], got {list(bias.shape)}"
         )

@@ -50,15 +50,21 @@ _PACKED_DTYPES: tuple[torch.dtype, ...] = (torch.float32,) * _AVX512_UNUSED + (t
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which x is multiplied."""
-    if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and CPU_MULTIPLIES_BF16):
+    if not x.is_cpu or (x.dtype == torch.bfloat16 and CPU_MULTIPLIES_BF16):
         return x.dtype
     return torch.float32
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
     """Keeps autocast from computing products in another dtype than the one chosen here."""
-    available = torch.amp.is_autocast_available(device_type)  # not on the meta device
-    return torch.autocast(device_type, enabled=False) if available else nullcontext()
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta has no autocast
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `t.to(dtype)`, without the call of PyTorch's operator where t has that dtype."""
+    return t if t.dtype == dtype else t.to(dtype)
 
 
 @functools.cache
@@ -94,12 +100,12 @@ def by_us(x: Tensor, weight: Tensor) -> bool:
     """
     return (
         _AVX512_UNUSED
-        and x.device.type == "cpu"
+        and x.is_cpu
         and x.dtype == weight.dtype
-        and not torch.compiler.is_exporting()
-        and not torch.jit.is_tracing()  # exported programs run elsewhere too
         and (_own_fits(weight) or (x.dtype == torch.bfloat16 and _onednn_wanted()))
         and weight.numel() > 0
+        and not torch.compiler.is_exporting()
+        and torch._C._get_tracing_state() is None  # exported programs run elsewhere too
     )
 
 
@@ -126,7 +132,7 @@ def product(
     if by_us(x, weight) and x.numel() > 0:
         if x.dtype == torch.float32:
             y = x.new_empty((x.shape[0], weight.shape[0]))
-            _ops.packed_product_(y, x, weight, bias, addend)
+            _ops.packed_product_.default(y, x, weight, bias, addend)
             return y
         onednn = torch.ops.mkldnn._linear_pointwise
         if addend is None:
@@ -145,7 +151,7 @@ def product_into(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
         x, weight, bias: as of `product`.
     """
     if x.dtype == torch.float32 and by_us(x, weight):
-        _ops.packed_product_(y, x, weight, bias, None)
+        _ops.packed_product_.default(y, x, weight, bias, None)
         return y
     # Autocast does not change calls with `out`.
     if bias is None:
@@ -160,13 +166,14 @@ def _opaque(x: Tensor, weight: Tensor) -> bool:
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns x weight^T + bias: [tokens, in], [out, in] of `product_dtype(x)` -> [tokens, out]."""
-    product = _ops.linear if _opaque(x, weight) else _forward
-    return product(x, weight, bias, False)[0]
+    if _opaque(x, weight):
+        return _ops.linear.default(x, weight, bias, False)[0]
+    return as_dtype(_wide_product(x, weight, bias), x.dtype)
 
 
 def dgrad(dy: Tensor, weight: Tensor, addend: Tensor | None = None) -> Tensor:
     """Returns dy weight [+ addend]: [tokens, out] and [out, in] -> [tokens, in], of dy's dtype."""
-    product = _ops.linear_dgrad if _opaque(dy, weight) else _dgrad
+    product = _ops.linear_dgrad.default if _opaque(dy, weight) else _dgrad
     return product(dy, weight, addend, None)
 
 
@@ -180,12 +187,12 @@ def wgrad(
     """
     target = gradient_target(weight)
     if target is not None:
-        write = _ops.linear_wgrad_ if fused(x, weight) else _write_wgrad
+        write = _ops.linear_wgrad_.default if fused(x, weight) else _write_wgrad
         dweight, dbias = None, write(dy, x, *target, bias is not None)
     else:
-        new = _ops.linear_wgrad if fused(x, weight) else cpu_wgrad
+        new = _ops.linear_wgrad.default if fused(x, weight) else cpu_wgrad
         dweight, dbias = new(dy, x, bias is not None, weight.dtype)
-    return dweight, None if bias is None else dbias.to(bias.dtype)
+    return dweight, None if bias is None else as_dtype(dbias, bias.dtype)
 
 
 def accumulate_in_place(weight: Tensor, enabled: bool = True) -> None:
@@ -343,7 +350,7 @@ def _(dy, dweight, bias):
 def _packed(dy: Tensor, x: Tensor) -> bool:
     """Whether our own product computes dy^T x."""
     return (
-        dy.device.type == "cpu"
+        dy.is_cpu
         and dy.dtype == x.dtype
         and dy.dtype in _PACKED_DTYPES
         and dy.shape[1] % 32 == 0
@@ -353,7 +360,7 @@ def _packed(dy: Tensor, x: Tensor) -> bool:
 
 def _wgrad(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
     wide = product_dtype(x)
-    dy, x = dy.to(wide), x.to(wide)
+    dy, x = as_dtype(dy, wide), as_dtype(x, wide)
     return dy.t() @ x, dy.sum(0, dtype=torch.float32) if bias else dy.new_empty(0)
 
 
@@ -361,38 +368,45 @@ def cpu_wgrad(dy: Tensor, x: Tensor, bias: bool, dtype: torch.dtype) -> tuple[Te
     """Returns dy^T x and, if `bias`, the sum of dy's rows, else an empty tensor; in `dtype`."""
     if _packed(dy, x):
         dweight = dy.new_empty((dy.shape[1], x.shape[1]), dtype=torch.float32)
-        dbias = _ops.packed_wgrad_(dy.contiguous(), x.contiguous(), dweight, False, bias)
+        dbias = _ops.packed_wgrad_.default(dy.contiguous(), x.contiguous(), dweight, False, bias)
     else:
         dweight, dbias = _wgrad(dy, x, bias)
-    return dweight.to(dtype), dbias.to(dtype)
+    return as_dtype(dweight, dtype), as_dtype(dbias, dtype)
 
 
 def _write_wgrad(dy: Tensor, x: Tensor, dweight: Tensor, accumulate: bool, bias: bool) -> Tensor:
     if _packed(dy, x) and dweight.dtype == torch.float32:
-        return _ops.packed_wgrad_(dy.contiguous(), x.contiguous(), dweight, accumulate, bias)
+        return _ops.packed_wgrad_.default(
+            dy.contiguous(), x.contiguous(), dweight, accumulate, bias
+        )
     product, dbias = _wgrad(dy, x, bias)
     if accumulate:
         dweight.add_(product)
     else:
         dweight.copy_(product)
-    return dbias.to(dweight.dtype)
+    return as_dtype(dbias, dweight.dtype)
+
+
+def _wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide = product_dtype(x)
+    bias = None if bias is None else as_dtype(bias, wide)
+    return product(as_dtype(x, wide), as_dtype(weight, wide), bias)
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> tuple[Tensor, Tensor]:
-    wide = product_dtype(x)
-    pre = product(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    pre = _wide_product(x, weight, bias)
     if not gelu:
-        return pre.to(x.dtype), x.new_empty(0)
+        return as_dtype(pre, x.dtype), x.new_empty(0)
     return functional.gelu(pre, approximate="tanh").to(x.dtype), pre.to(x.dtype)
 
 
 def _dgrad(dy: Tensor, weight: Tensor, addend: Tensor | None, pre: Tensor | None) -> Tensor:
     wide = product_dtype(dy)
-    addend = None if addend is None else addend.to(wide)
-    dx = product(dy.to(wide), weight.to(wide).t(), None, addend)
+    addend = None if addend is None else as_dtype(addend, wide)
+    dx = product(as_dtype(dy, wide), as_dtype(weight, wide).t(), None, addend)
     if pre is not None:
         dx = torch.ops.aten.gelu_backward(dx, pre.to(wide), approximate="tanh")
-    return dx.to(dy.dtype)
+    return as_dtype(dx, dy.dtype)
 
 
 for _name, _function, _check in (

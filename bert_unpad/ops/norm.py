@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm, alone and after dropout and residual: functions, fakes and autograd."""
 
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -158,7 +158,7 @@ def _add_norm(
     check_norm(function, x, residual, weight, bias, x_bias, rng)
     rng = _rng.draw(dropout_p, rng, x.device)
     residual = None if residual is None else residual.contiguous()
-    y, total, _mean, _rstd = _ops.dropout_add_layer_norm(
+    y, total, _mean, _rstd = _call_norm(
         x.contiguous(), x_bias, residual, weight, bias, dropout_p, eps, rng, rms, return_sum
     )
     return y, total
@@ -199,10 +199,12 @@ def _(sum, x_bias, weight, dropout_p, bias, residual):
     return _fake_gradients(sum, x_bias, weight, bias, residual and dropout_p > 0.0)
 
 
-def register_norm(name: str, constant: Sequence[str] = ()) -> None:
-    """Registers the derivative of a norm, with its results that have none beside statistics."""
+def register_norm(name: str, constant: Sequence[str] = ()) -> Callable[..., Any]:
+    """Registers the derivative of a norm, with its results that have none beside statistics.
+
+    Returns what `register_autograd` does."""
     keep = ["x", "residual", "sum", "x_bias", "weight", "mean", "rstd", "dropout_p", "rng", "rms"]
-    register_autograd(
+    return register_autograd(
         name,
         _backward,
         [*keep, "return_sum"],
@@ -211,9 +213,9 @@ def register_norm(name: str, constant: Sequence[str] = ()) -> None:
     )
 
 
-def _unread(kept) -> list[str]:
-    rows = ["x", "residual"] if kept.return_sum else ["sum"]
-    return [*rows, "mean"] if kept.rms else rows
+def _unread(kept) -> tuple[str, ...]:
+    rows = ("x", "residual") if kept.return_sum else ("sum",)
+    return (*rows, "mean") if kept.rms else rows
 
 
 def _backward(kept, dy, dsum, *_):
@@ -223,11 +225,11 @@ def _backward(kept, dy, dsum, *_):
     dy = torch.zeros_like(rows) if dy is None else dy.contiguous()
     if kept.return_sum:
         dsum = None if dsum is None else dsum.contiguous()
-        gradients = _ops.dropout_add_norm_sum_backward(
+        gradients = _ops.dropout_add_norm_sum_backward.default(
             dy, dsum, rows, kept.x_bias, *statistics, has_residual
         )
     else:
-        gradients = _ops.dropout_add_layer_norm_backward(
+        gradients = _ops.dropout_add_layer_norm_backward.default(
             dy, rows, kept.x_bias, kept.residual, *statistics
         )
     dx, dresidual, dx_bias, dweight, dbias = gradients
@@ -240,4 +242,4 @@ def _backward(kept, dy, dsum, *_):
     }
 
 
-register_norm("dropout_add_layer_norm")
+_call_norm = register_norm("dropout_add_layer_norm")

@@ -84,5 +84,7 @@ def copies_of(weights: Iterable[Tensor]) -> list[tuple[Tensor, WeightCopy]]:
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a weight in `dtype`: the copy that its optimizer keeps, if it is up to date."""
+    if weight.dtype == dtype:
+        return weight
     copy = find_copy(weight, RoundedWeight)
     return copy.tensor if copy is not None and copy.tensor.dtype == dtype else weight.to(dtype)

@@ -37,18 +37,21 @@ def check_tensors(
         TypeError: an argument is not a tensor.
         RuntimeError: the storage of one was freed.
     """
-    for argument, value in required.items():
+    eager = not torch.compiler.is_compiling()
+    for argument, t in required.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{function}: {argument}: expected a tensor, got {shown(t)}")
+        if eager and (read or not t.is_contiguous()):
+            check_storage(function, argument, t)
+    for argument, value in optional.items():
+        if value is None:
+            continue
         if not isinstance(value, Tensor):
-            raise TypeError(f"{function}: {argument}: expected a tensor, got {shown(value)}")
-    for argument, t in optional.items():
-        if t is not None and not isinstance(t, Tensor):
-            raise TypeError(f"{function}: {argument}: expected a tensor or None, got {shown(t)}")
-    if torch.compiler.is_compiling():
-        return
-    for tensors in (required, optional):
-        for argument, t in tensors.items():
-            if t is not None and (read or not t.is_contiguous()):
-                check_storage(function, argument, t)
+            raise TypeError(
+                f"{function}: {argument}: expected a tensor or None, got {shown(value)}"
+            )
+        if eager and (read or not value.is_contiguous()):
+            check_storage(function, argument, value)
 
 
 def shown(value: Any) -> str:
@@ -68,21 +71,15 @@ def check_storage(function: str, argument: str, t: Tensor) -> None:
         there = t.untyped_storage().nbytes()
     except NotImplementedError:  # within torch.func
         return
-    needed = _bytes_needed(t)
+    elements = t.numel()
+    if not t.is_contiguous():  # so there are elements
+        elements = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    needed = (t.storage_offset() + elements) * t.itemsize if elements else 0
     if there < needed:
         raise RuntimeError(
             f"{function}: {argument} must have a storage of at least {needed} bytes for shape "
             f"{list(t.shape)}, got one of {there}; was it freed?"
         )
-
-
-def _bytes_needed(t: Tensor) -> int | torch.SymInt:
-    """The bytes from the beginning of its storage to the end of a tensor's last element."""
-    size, offset = t.nbytes, t.storage_offset() * t.itemsize
-    if size and not t.is_contiguous():
-        pairs = zip(t.shape, t.stride(), strict=True)
-        size = (1 + sum((length - 1) * stride for length, stride in pairs)) * t.itemsize
-    return offset + size if size else 0
 
 
 def check_devices(function: str, tensors: Mapping[str, Tensor | None]) -> None:
