@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "common/allocate.h"
 #include "common/checks.h"
 
 namespace bert_unpad {
@@ -144,8 +145,8 @@ void set_saved(Params& p, const Tensor& dout, const Tensor& out, const Tensor& l
 // Allocates out and lse.
 template <class Params>
 std::tuple<Tensor, Tensor> new_outputs(Params& p, const Tensor& like, int64_t tokens) {
-  Tensor out = torch::stable::new_empty(like, {tokens, p.heads, p.head_dim});
-  Tensor lse = torch::stable::new_empty(like, {p.heads, tokens}, ScalarType::Float);
+  Tensor out = allocate(like, {tokens, p.heads, p.head_dim});
+  Tensor lse = allocate(like, {p.heads, tokens}, ScalarType::Float);
   p.out_w = writable(out, static_cast<int64_t>(p.heads) * p.head_dim, p.head_dim);
   p.lse = lse.mutable_data_ptr<float>();
   p.q_tokens = tokens;
@@ -156,9 +157,8 @@ std::tuple<Tensor, Tensor> new_outputs(Params& p, const Tensor& like, int64_t to
 template <class Params>
 Tensor new_qkv_gradient(Params& p, const Tensor& qkv, const AttentionHeads& heads) {
   const int64_t row = (heads.q + 2 * heads.kv) * heads.dim;
-  Tensor dqkv = qkv.dim() == 3
-                    ? torch::stable::new_empty(qkv, {qkv.size(0), qkv.size(1), heads.dim})
-                    : torch::stable::new_empty(qkv, {qkv.size(0), 3, heads.q, heads.dim});
+  Tensor dqkv = qkv.dim() == 3 ? allocate(qkv, {qkv.size(0), qkv.size(1), heads.dim})
+                               : allocate(qkv, {qkv.size(0), 3, heads.q, heads.dim});
   p.dq = writable(dqkv, row, heads.dim);
   p.dk = writable(dqkv, row, heads.dim, heads.q * heads.dim);
   p.dv = writable(dqkv, row, heads.dim, (heads.q + heads.kv) * heads.dim);
@@ -168,8 +168,8 @@ Tensor new_qkv_gradient(Params& p, const Tensor& qkv, const AttentionHeads& head
 template <class Params>
 std::tuple<Tensor, Tensor> new_q_kv_gradients(Params& p, const Tensor& q, const Tensor& kv,
                                               const AttentionHeads& heads) {
-  Tensor dq = torch::stable::new_empty(q, {q.size(0), heads.q, heads.dim});
-  Tensor dkv = torch::stable::new_empty(kv, {kv.size(0), 2, heads.kv, heads.dim});
+  Tensor dq = allocate(q, {q.size(0), heads.q, heads.dim});
+  Tensor dkv = allocate(kv, {kv.size(0), 2, heads.kv, heads.dim});
   p.dq = writable(dq, heads.q * heads.dim, heads.dim);
   p.dk = writable(dkv, 2 * heads.kv * heads.dim, heads.dim);
   p.dv = writable(dkv, 2 * heads.kv * heads.dim, heads.dim, heads.kv * heads.dim);

@@ -5,6 +5,7 @@
 #include "attention/attention.h"
 #include "attention/operators.h"
 #include "attention/sequences_cpu.h"
+#include "common/allocate.h"
 #include "common/checks.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
@@ -129,19 +130,17 @@ class CpuAttention {
     std::vector<int32_t> added;
     if (several) {
       const int64_t width = (p.head_dim + 15) / 16 * 16;
-      sums = torch::stable::new_empty(like, {p.heads, p.q_tokens, width}, ScalarType::Float);
+      sums = allocate(like, {p.heads, p.q_tokens, width}, ScalarType::Float);
       added.resize(p.heads * p.q_tokens);
       p.dq_sums = sums.mutable_data_ptr<float>();
       p.added = added.data();
       if (bias.query) {
-        query_sums = torch::stable::new_empty(like, {p.q_tokens, p.heads, p.bias.buckets},
-                                              ScalarType::Float);
+        query_sums = allocate(like, {p.q_tokens, p.heads, p.bias.buckets}, ScalarType::Float);
         p.bias.dquery_sums = query_sums.mutable_data_ptr<float>();
       }
     }
     run(tasks, true);
-    Tensor dtable = table ? torch::stable::new_empty(*bias.table, {p.bias.buckets, p.heads})
-                          : torch::stable::new_empty(like, {0});
+    Tensor dtable = table ? allocate(*bias.table, {p.bias.buckets, p.heads}) : allocate(like, {0});
     if (table) {
       auto* sum = dtable.mutable_data_ptr<float>();
       for (int b = 0; b < p.bias.buckets; ++b)
@@ -175,8 +174,8 @@ class CpuAttention {
   }
 
   Tensor bias_gradient(const OptionalTensor& rows, const Tensor& like, Packed<void>& out) const {
-    if (!rows) return torch::stable::new_empty(like, {0});
-    Tensor gradient = torch::stable::new_empty(*rows, {rows->size(0), p.heads, p.bias.buckets});
+    if (!rows) return allocate(like, {0});
+    Tensor gradient = allocate(*rows, {rows->size(0), p.heads, p.bias.buckets});
     out = writable(gradient, static_cast<int64_t>(p.heads) * p.bias.buckets, p.bias.buckets);
     return gradient;
   }

@@ -1,5 +1,6 @@
 // Variable-length attention on a GPU: checks, aligned copies, stream.
 #include "attention/attention_cuda.h"
+#include "common/allocate.h"
 
 #include <algorithm>
 #include <optional>
@@ -101,8 +102,7 @@ class CudaAttention {
     Tensor dquery = bias_gradient(bias.query, like, bias_.dquery, bias_.dquery_sums);
     Tensor dkey = bias_gradient(bias.key, like, bias_.dkey, bias_.dkey_sums);
     const bool table = bias.table && settings.table_gradient;
-    Tensor dtable = table ? torch::stable::new_empty(*bias.table, {bias_.buckets, p.heads})
-                          : torch::stable::new_empty(like, {0});
+    Tensor dtable = table ? allocate(*bias.table, {bias_.buckets, p.heads}) : allocate(like, {0});
     if (table) {
       bias_.dtable = dtable.mutable_data_ptr<float>();
       bias_.dtable_parts = workspace(like, {bias_parts(p.q_tokens), bias_.buckets, p.heads});
@@ -126,7 +126,7 @@ class CudaAttention {
 
   // Uninitialised memory of the call, fp32.
   float* workspace(const Tensor& like, std::vector<int64_t> shape) {
-    workspace_.push_back(torch::stable::new_empty(like, shape, ScalarType::Float));
+    workspace_.push_back(allocate(like, shape, ScalarType::Float));
     return workspace_.back().mutable_data_ptr<float>();
   }
 
@@ -145,9 +145,9 @@ class CudaAttention {
 
   // Of `rows`, which query or key may be; where the sums in fp32 are another tensor, a workspace.
   Tensor bias_gradient(const OptionalTensor& rows, const Tensor& like, void*& out, float*& sums) {
-    if (!rows) return torch::stable::new_empty(like, {0});
+    if (!rows) return allocate(like, {0});
     const std::vector<int64_t> shape{rows->size(0), p.heads, bias_.buckets};
-    Tensor gradient = torch::stable::new_empty(*rows, shape);
+    Tensor gradient = allocate(*rows, shape);
     out = gradient.mutable_data_ptr();
     sums = p.dtype == DType::kFloat32 ? static_cast<float*>(out) : workspace(like, shape);
     return gradient;
@@ -156,7 +156,7 @@ class CudaAttention {
   // A gradient that autograd made may lie anywhere; its caller could not do anything about it.
   Packed<const void> aligned(const Tensor& t, const Packed<const void>& rows) {
     if (rows_are_aligned(rows, p.dtype)) return rows;
-    Tensor copy = torch::stable::new_empty(t, {t.size(0), t.size(1), t.size(2)});
+    Tensor copy = allocate(t, {t.size(0), t.size(1), t.size(2)});
     torch::stable::copy_(copy, t);
     workspace_.push_back(copy);
     return packed(copy, copy.stride(0), copy.stride(1));

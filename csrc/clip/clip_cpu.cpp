@@ -1,5 +1,6 @@
 // CPU bindings of clip_bucket_: checks, chunks, the coefficient.
 #include "clip/clip.h"
+#include "common/allocate.h"
 
 #include <cmath>
 
@@ -17,7 +18,7 @@ Tensor clip(const ClipArguments& a, const Tensor& bucket) {
   const double sum = sum_over_chunks(
       a.size, [&](int64_t begin, int64_t end) { return kernels.sum_squares(p, begin, end); });
   const auto norm = static_cast<float>(std::sqrt(sum));
-  Tensor result = torch::stable::new_empty(bucket, {}, ScalarType::Float);
+  Tensor result = allocate(bucket, {}, ScalarType::Float);
   *result.mutable_data_ptr<float>() = norm;
 
   const float bound = a.bound == nullptr ? a.max_norm : a.max_norm * *a.bound;

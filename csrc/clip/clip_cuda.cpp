@@ -1,5 +1,6 @@
 // CUDA bindings of clip_bucket_: checks, scratch memory, stream.
 #include "clip/clip_cuda.h"
+#include "common/allocate.h"
 
 #include "clip/arguments.h"
 #include "cuda/binding.h"
@@ -11,8 +12,8 @@ Tensor clip(const char* op, const ClipArguments& a, const Tensor& bucket) {
   const Call call(bucket, op);
   ClipCudaParams p{a.dtype, a.out_dtype, a.size,   a.bucket, a.out,  a.residual,
                    a.bound, a.max_norm,  a.factor, nullptr,  nullptr};
-  Tensor norm = torch::stable::new_empty(bucket, {}, ScalarType::Float);
-  Tensor partials = torch::stable::new_empty(bucket, {clip_blocks(p)}, ScalarType::Float);
+  Tensor norm = allocate(bucket, {}, ScalarType::Float);
+  Tensor partials = allocate(bucket, {clip_blocks(p)}, ScalarType::Float);
   p.norm = norm.mutable_data_ptr<float>();
   p.partials = partials.mutable_data_ptr<float>();
   clip_bucket(p, call.stream);

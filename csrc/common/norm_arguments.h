@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "common/allocate.h"
 #include "common/checks.h"
 
 namespace bert_unpad {
@@ -30,8 +31,8 @@ inline void check_statistics(const Tensor& t, int64_t rows, const Tensor& like, 
 template <class Params>
 std::pair<Tensor, Tensor> new_statistics(Params& p, const Tensor& like, int64_t rows,
                                          bool rms = false) {
-  Tensor mean = torch::stable::new_empty(like, {rms ? 0 : rows}, ScalarType::Float);
-  Tensor rstd = torch::stable::new_empty(like, {rows}, ScalarType::Float);
+  Tensor mean = allocate(like, {rms ? 0 : rows}, ScalarType::Float);
+  Tensor rstd = allocate(like, {rows}, ScalarType::Float);
   p.mean = rms ? nullptr : mean.mutable_data_ptr<float>();
   p.rstd = rstd.mutable_data_ptr<float>();
   return {mean, rstd};

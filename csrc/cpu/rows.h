@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "common/allocate.h"
 #include "common/checks.h"
 #include "cpu/parallel.h"
 
@@ -60,7 +61,7 @@ inline std::vector<float> padded_vector(const std::optional<Tensor>& t, int64_t 
 // tensor [n] on the device of `like`.
 inline Tensor sum_chunks(const float* partials, int64_t chunks, int64_t stride, int64_t n,
                          const Tensor& like) {
-  Tensor sums = torch::stable::new_empty(like, {n}, ScalarType::Float);
+  Tensor sums = allocate(like, {n}, ScalarType::Float);
   auto* out = sums.mutable_data_ptr<float>();
   parallel_for(0, n, 1024, [&](int64_t begin, int64_t end) {
     std::fill(out + begin, out + end, 0.0f);
@@ -83,13 +84,12 @@ inline Tensor sum_chunks(const float* partials, int64_t chunks, int64_t stride,
 template <class F>
 Tensor bias_gradient(const RowChunks& chunks, const std::optional<Tensor>& bias, int64_t stride,
                      const Tensor& like, const F& fn) {
-  Tensor partials =
-      torch::stable::new_empty(like, {bias ? chunks.count * stride : 0}, ScalarType::Float);
+  Tensor partials = allocate(like, {bias ? chunks.count * stride : 0}, ScalarType::Float);
   float* sums = bias ? partials.mutable_data_ptr<float>() : nullptr;
   chunks.for_each([&](int64_t chunk, int64_t begin, int64_t end) {
     fn(begin, end, sums ? sums + chunk * stride : nullptr);
   });
-  return bias ? sum_chunks(sums, chunks.count, stride, *bias) : torch::stable::new_empty(like, {0});
+  return bias ? sum_chunks(sums, chunks.count, stride, *bias) : allocate(like, {0});
 }
 
 }  // namespace bert_unpad

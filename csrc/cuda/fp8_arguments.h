@@ -5,6 +5,7 @@
 #include <optional>
 #include <tuple>
 
+#include "common/allocate.h"
 #include "common/checks.h"
 #include "cuda/fp8_result.h"
 
@@ -39,9 +40,9 @@ void set_fp8_operand(Params& p, const Tensor& x, const char* op) {
 inline std::tuple<Tensor, Tensor> allocate_fp8_results(Fp8Result& p, const Tensor& x, bool e5m2,
                                                        bool transpose) {
   const ScalarType type = e5m2 ? ScalarType::Float8_e5m2 : ScalarType::Float8_e4m3fn;
-  Tensor q = torch::stable::new_empty(x, {p.rows, p.columns}, type);
-  Tensor q_transposed = torch::stable::new_empty(
-      x, {transpose ? p.columns : 0, transpose ? fp8_padded(p.rows) : 0}, type);
+  Tensor q = allocate(x, {p.rows, p.columns}, type);
+  Tensor q_transposed =
+      allocate(x, {transpose ? p.columns : 0, transpose ? fp8_padded(p.rows) : 0}, type);
   p.q = static_cast<uint8_t*>(q.mutable_data_ptr());
   p.q_transposed = transpose ? static_cast<uint8_t*>(q_transposed.mutable_data_ptr()) : nullptr;
   return {q, q_transposed};

@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "common/allocate.h"
 #include "common/checks.h"
 #include "cpu/parallel.h"
 #include "cpu/rng.h"
@@ -53,7 +54,7 @@ std::tuple<Tensor, Tensor, Tensor> embedding_layer_norm(
       embedding_tables(input_ids, position_ids, token_type_ids, word, position, token_type);
   check(word.dim() == 2, op, ": word must have shape [entries, hidden], got ", ShapeOf(word));
   const int64_t tokens = input_ids.numel();
-  Tensor y = torch::stable::new_empty(word, {tokens, word.size(1)}, out_dtype);
+  Tensor y = allocate(word, {tokens, word.size(1)}, out_dtype);
   EmbeddingCpuParams p{};
   std::vector<float> weight_vector, bias_vector;
   set_common(p, weight_vector, tables, y, weight, dropout_p, rng, op);
@@ -85,16 +86,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> embedding_layer_norm_backward
 
   const RowChunks chunks(tokens);
   const int64_t stride = 2 * p.padded;
-  Tensor dz = torch::stable::new_empty(dy, {tokens, p.padded}, ScalarType::Float);
-  Tensor partials = torch::stable::new_empty(dy, {chunks.count * stride}, ScalarType::Float);
+  Tensor dz = allocate(dy, {tokens, p.padded}, ScalarType::Float);
+  Tensor partials = allocate(dy, {chunks.count * stride}, ScalarType::Float);
   p.dz = dz.mutable_data_ptr<float>();
   auto* sums = partials.mutable_data_ptr<float>();
   const EmbeddingKernels& kernels = embedding_kernels();
   chunks.for_each([&](int64_t chunk, int64_t begin, int64_t end) {
     kernels.backward(p, begin, end, thread_scratch(scratch_floats(p)), sums + chunk * stride);
   });
-  Tensor gradients[3] = {torch::stable::empty_like(word), torch::stable::empty_like(position),
-                         torch::stable::empty_like(token_type)};
+  Tensor gradients[3] = {allocate_like(word), allocate_like(position), allocate_like(token_type)};
   for (int i = 0; i < 3; ++i)
     scatter_rows(kernels, p.dz, p.padded, TokensById(p.ids[i], tokens, gradients[i].size(0)),
                  p.hidden, p.table_dtype, gradients[i].mutable_data_ptr());

@@ -1,5 +1,6 @@
 // CUDA bindings of embeddings + LayerNorm + dropout: checks, outputs, scratch memory, stream.
 #include "embedding/embedding_cuda.h"
+#include "common/allocate.h"
 
 #include <limits>
 #include <optional>
@@ -49,7 +50,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor input_ids, Tensor position_ids
   check(word.dim() == 2, op, ": word must have shape [entries, hidden], got ", ShapeOf(word));
   const int64_t tokens = input_ids.numel();
   const Call call(word, op);
-  Tensor y = torch::stable::new_empty(word, {tokens, word.size(1)}, out_dtype);
+  Tensor y = allocate(word, {tokens, word.size(1)}, out_dtype);
   EmbeddingCudaParams p = common(tables, y, weight, dropout_p, rng, op);
   check_norm_bias(bias, weight, y, op, "ln_");
   const auto [mean, rstd] = new_statistics(p.norm, word, tokens);
@@ -71,21 +72,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   EmbeddingCudaParams p = common(tables, dy, weight, dropout_p, rng, op);
   set_embedding_saved(p.norm, dy, mean, rstd, word, tokens, op);
   const Call call(word, op);
-  Tensor gradients[3] = {torch::stable::empty_like(word), torch::stable::empty_like(position),
-                         torch::stable::empty_like(token_type)};
-  Tensor dweight = torch::stable::empty_like(weight), dbias = torch::stable::empty_like(weight);
+  Tensor gradients[3] = {allocate_like(word), allocate_like(position), allocate_like(token_type)};
+  Tensor dweight = allocate_like(weight), dbias = allocate_like(weight);
   for (int i = 0; i < kTables; ++i) p.dtables[i] = gradients[i].mutable_data_ptr();
   p.norm.dweight = dweight.mutable_data_ptr();
   p.norm.dbias = dbias.mutable_data_ptr();
   // Scratch memory; used in stream order, which PyTorch's allocator keeps.
   const int64_t stride = embedding_stride(p.norm.hidden);
-  Tensor dz = torch::stable::new_empty(word, {tokens, stride}, ScalarType::Float);
-  Tensor pieces =
-      torch::stable::new_empty(word, {embedding_pieces(tokens), stride}, ScalarType::Float);
-  Tensor sort_space = torch::stable::new_empty(word, {token_sort_words(p.tokens)}, ScalarType::Int);
+  Tensor dz = allocate(word, {tokens, stride}, ScalarType::Float);
+  Tensor pieces = allocate(word, {embedding_pieces(tokens), stride}, ScalarType::Float);
+  Tensor sort_space = allocate(word, {token_sort_words(p.tokens)}, ScalarType::Int);
   const ColumnScratch scratch = embedding_layer_norm_scratch(p);
-  Tensor partials =
-      torch::stable::new_empty(word, {2, scratch.rows, p.norm.hidden}, ScalarType::Float);
+  Tensor partials = allocate(word, {2, scratch.rows, p.norm.hidden}, ScalarType::Float);
   p.dz = dz.mutable_data_ptr<float>();
   p.pieces = pieces.mutable_data_ptr<float>();
   p.sort_space = sort_space.mutable_data_ptr<int32_t>();

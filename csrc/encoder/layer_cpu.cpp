@@ -9,6 +9,7 @@
 
 #include "attention/attention.h"
 #include "attention/sequences_cpu.h"
+#include "common/allocate.h"
 #include "common/checks.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
@@ -281,8 +282,8 @@ Tensor Layer::attend(const Projected& projected, const int32_t* cu_q, const int3
   const Tensor kv = in_dtype(projected.kv);
   const Tensor q = projected.q.size(0) > 0 ? in_dtype(projected.q) : kv;
   const int64_t queries = q.size(0), width = kv.size(1), key = width - 2 * kv_width();
-  Tensor out = torch::stable::new_empty(q, {queries, attended()});
-  Tensor lse = torch::stable::new_empty(q, {heads_, queries}, ScalarType::Float);
+  Tensor out = allocate(q, {queries, attended()});
+  Tensor lse = allocate(q, {heads_, queries}, ScalarType::Float);
   AttentionCpuParams p{};
   p.dtype = narrow ? DType::kBFloat16 : DType::kFloat32;
   p.heads = static_cast<int>(heads_);
@@ -313,8 +314,7 @@ Layer::Projected Layer::project(const Tensor& x, const std::optional<Tensor>& po
                                 const std::optional<Tensor>& rows, float* copies) {
   const int64_t kv = kv_width(), width = rows ? 2 * kv : qkv_width();
   const int64_t queries = rows ? rows->size(0) : 0;
-  Projected found{torch::stable::new_empty(x, {queries, attended()}),
-                  torch::stable::new_empty(x, {tokens_, width})};
+  Projected found{allocate(x, {queries, attended()}), allocate(x, {tokens_, width})};
   auto *q = found.q.mutable_data_ptr<float>(), *qkv = found.kv.mutable_data_ptr<float>();
   float* key = qkv + width - 2 * kv;
   const auto* base = x.const_data_ptr<float>();
@@ -348,7 +348,7 @@ Layer::Projected Layer::project(const Tensor& x, const std::optional<Tensor>& po
 
 Tensor Layer::finish(const Tensor& x, const Tensor& attended_rows) {
   const int64_t rows = x.size(0);
-  Tensor out = torch::stable::new_empty(x, {rows, hidden_});
+  Tensor out = allocate(x, {rows, hidden_});
   const RowBlocks blocks(rows, !all_int8_);
   if (!blocks.split) pack_all(kOut, kLinears);
   const auto *from = attended_rows.const_data_ptr<float>(), *residual = x.const_data_ptr<float>();
@@ -394,7 +394,7 @@ Tensor Layer::run(const Tensor& x, const Tensor& cu_seqlens, int64_t max_seqlen,
   check(theta_ == 0.0 || (positions && theta_ > 0.0 && head_dim_ % 2 == 0), op,
         ": rotary embeddings need positions, an even head_dim and a theta above 0");
   const int64_t queries = rows ? rows->size(0) : tokens_;
-  const Tensor residual = rows ? torch::stable::new_empty(x, {queries, hidden_}) : x;
+  const Tensor residual = rows ? allocate(x, {queries, hidden_}) : x;
   if (queries == 0) return residual;
   float* copies = rows ? residual.mutable_data_ptr<float>() : nullptr;
   const Projected projected = project(x, positions, rows, copies);

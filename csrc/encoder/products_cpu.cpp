@@ -1,4 +1,5 @@
 // Linear layers of an encoder on a CPU; see products.h.
+#include "common/allocate.h"
 #include "encoder/products.h"
 
 #include <algorithm>
@@ -99,7 +100,7 @@ Tensor encoder_pack_int8(Tensor weight) {
         ": weight must have multiples of 32 features, got ", ShapeOf(weight));
   check(depth <= 65536, op, ": weight must have at most 65536 in_features, got ", depth);
   const Int8Layout layout(depth, columns);
-  Tensor out = torch::stable::new_empty(weight, {layout.bytes()}, ScalarType::Byte);
+  Tensor out = allocate(weight, {layout.bytes()}, ScalarType::Byte);
   auto* base = out.mutable_data_ptr<uint8_t>();
   auto* panels = reinterpret_cast<int8_t*>(base);
   auto* scales = reinterpret_cast<float*>(base + layout.scales());

@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "common/allocate.h"
 #include "common/checks.h"
 #include "cpu/parallel.h"
 #include "cpu/rows.h"
@@ -30,7 +31,7 @@ Tensor bias_gelu(Tensor x, std::optional<Tensor> bias, bool tanh) {
   GeluCpuParams p{};
   std::vector<float> bias_vector;
   const int64_t rows = set_common(p, bias_vector, x, bias, tanh, "bias_gelu");
-  Tensor y = torch::stable::empty_like(x);
+  Tensor y = allocate_like(x);
   p.out = y.mutable_data_ptr();
   const GeluKernels& kernels = gelu_kernels();
   RowChunks(rows).for_each(
@@ -45,7 +46,7 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(Tensor dy, Tensor x, std::optional
   std::vector<float> bias_vector;
   const int64_t rows = set_common(p, bias_vector, x, bias, tanh, op);
   check_like(dy, x, op, "dy", "x");
-  Tensor dx = torch::stable::empty_like(x);
+  Tensor dx = allocate_like(x);
   p.dy = dy.const_data_ptr();
   p.out = dx.mutable_data_ptr();
   const GeluKernels& kernels = gelu_kernels();

@@ -1,5 +1,6 @@
 // CUDA binding of gelu(x + bias): checks, outputs, stream.
 #include "gelu/gelu_cuda.h"
+#include "common/allocate.h"
 
 #include <optional>
 #include <tuple>
@@ -32,7 +33,7 @@ Tensor forward(Tensor x, std::optional<Tensor> bias, bool tanh) {
   const char* op = "bias_gelu";
   GeluCudaParams p = common(x, bias, tanh, op);
   const Call call(x, op);
-  Tensor y = torch::stable::empty_like(x);
+  Tensor y = allocate_like(x);
   p.y = y.mutable_data_ptr();
   bias_gelu(p, call.stream);
   return y;
@@ -43,14 +44,14 @@ std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor x, std::optional<Tensor> b
   GeluCudaParams p = common(x, bias, tanh, op);
   check_like(dy, x, op, "dy", "x");
   const Call call(x, op);
-  Tensor dx = torch::stable::empty_like(x);
-  Tensor dbias = torch::stable::new_empty(bias ? *bias : x, {bias ? p.columns : 0});
+  Tensor dx = allocate_like(x);
+  Tensor dbias = allocate(bias ? *bias : x, {bias ? p.columns : 0});
   p.dy = dy.const_data_ptr();
   p.dx = dx.mutable_data_ptr();
   // Allocated even where it stays unused; it must outlive the launch only in stream order, which
   // PyTorch's allocator keeps.
   const ColumnScratch scratch = bias ? bias_gelu_scratch(p) : ColumnScratch{};
-  Tensor partials = torch::stable::new_empty(x, {scratch.rows, p.columns}, ScalarType::Float);
+  Tensor partials = allocate(x, {scratch.rows, p.columns}, ScalarType::Float);
   if (bias) {
     p.partials = partials.mutable_data_ptr<float>();
     p.tickets = tickets(op, call.stream, scratch.tickets);

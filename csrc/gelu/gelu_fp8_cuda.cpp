@@ -1,5 +1,6 @@
 // CUDA binding of gelu(x + bias) in 8 bits: checks, outputs, stream.
 #include "gelu/gelu_fp8_cuda.h"
+#include "common/allocate.h"
 
 #include <optional>
 #include <tuple>
@@ -44,9 +45,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, std::optional<T
   check_aligned(dy, op, "dy");
   const Call call(x, op);
   auto [q, q_transposed] = allocate_fp8_results(p, x, true, transpose);
-  Tensor dbias = torch::stable::new_empty(bias ? *bias : x, {bias ? p.columns : 0});
-  Tensor partials =
-      torch::stable::new_empty(x, {bias ? fp8_tile_rows(p) : 0, p.columns}, ScalarType::Float);
+  Tensor dbias = allocate(bias ? *bias : x, {bias ? p.columns : 0});
+  Tensor partials = allocate(x, {bias ? fp8_tile_rows(p) : 0, p.columns}, ScalarType::Float);
   p.dy = dy.const_data_ptr();
   p.dbias = bias ? dbias.mutable_data_ptr() : nullptr;
   p.partials = partials.mutable_data_ptr<float>();

@@ -1,6 +1,7 @@
 // Checks of glu's arguments, the same on CPU and GPU.
 #pragma once
 
+#include "common/allocate.h"
 #include "common/checks.h"
 #include "gelu/glu_kind.h"
 
@@ -32,8 +33,6 @@ inline void check_glu_gradient(const Tensor& dy, const Tensor& x, const char* op
   check_like(dy, glu_half(x), op, "dy", "y");
 }
 
-inline Tensor new_glu_result(const Tensor& x) {
-  return torch::stable::new_empty(x, glu_half(x).sizes());
-}
+inline Tensor new_glu_result(const Tensor& x) { return allocate(x, glu_half(x).sizes()); }
 
 }  // namespace bert_unpad

@@ -1,4 +1,5 @@
 // CPU bindings of gated linear units: checks, row chunks, dispatch.
+#include "common/allocate.h"
 #include "gelu/glu.h"
 
 #include <tuple>
@@ -30,7 +31,7 @@ std::tuple<Tensor, Tensor> glu_backward(Tensor dy, Tensor x, std::optional<Tenso
   const int64_t rows = set_glu(p, x, bias, kind, op);
   check_glu_gradient(dy, x, op);
   const std::vector<float> bias_vector = padded_vector(bias, 2 * p.width);
-  Tensor dx = torch::stable::empty_like(x);
+  Tensor dx = allocate_like(x);
   p.bias = bias_vector.data();
   p.dy = dy.const_data_ptr();
   p.out = dx.mutable_data_ptr();

@@ -1,5 +1,6 @@
 // CUDA binding of gated linear units: checks, outputs, stream.
 #include "gelu/glu_cuda.h"
+#include "common/allocate.h"
 
 #include <optional>
 #include <tuple>
@@ -37,12 +38,12 @@ std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor x, std::optional<Tensor> b
   GluCudaParams p = common(x, bias, kind, op);
   check_glu_gradient(dy, x, op);
   const Call call(x, op);
-  Tensor dx = torch::stable::empty_like(x);
-  Tensor dbias = torch::stable::new_empty(bias ? *bias : x, {bias ? 2 * p.width : 0});
+  Tensor dx = allocate_like(x);
+  Tensor dbias = allocate(bias ? *bias : x, {bias ? 2 * p.width : 0});
   p.dy = dy.const_data_ptr();
   p.dx = dx.mutable_data_ptr();
   const ColumnScratch scratch = bias ? glu_scratch(p) : ColumnScratch{};
-  Tensor partials = torch::stable::new_empty(x, {scratch.rows, 2 * p.width}, ScalarType::Float);
+  Tensor partials = allocate(x, {scratch.rows, 2 * p.width}, ScalarType::Float);
   if (bias) {
     p.partials = partials.mutable_data_ptr<float>();
     p.tickets = tickets(op, call.stream, scratch.tickets);

@@ -1,5 +1,6 @@
 // CUDA binding of 8-bit products: checks, outputs, workspace, stream.
 #include "linear/fp8_cuda.h"
+#include "common/allocate.h"
 
 #include <optional>
 #include <tuple>
@@ -27,8 +28,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize(Tensor x, bool e5m2, bool transpose)
   p.e5m2 = e5m2;
   const Call call(x, op);
   auto [q, q_transposed] = allocate_fp8_results(p, x, e5m2, transpose);
-  Tensor scale = torch::stable::new_empty(x, {}, ScalarType::Float);
-  Tensor partials = torch::stable::new_empty(x, {quantize_partials(p)}, ScalarType::Float);
+  Tensor scale = allocate(x, {}, ScalarType::Float);
+  Tensor partials = allocate(x, {quantize_partials(p)}, ScalarType::Float);
   p.scale = scale.mutable_data_ptr<float>();
   p.partials = partials.mutable_data_ptr<float>();
   if (p.columns == 0 || p.rows == 0) {
@@ -50,9 +51,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize_scaled(Tensor x, bool e5m2, bool tra
   p.largest = check_largest(largest, x, op);
   const Call call(x, op);
   auto [q, q_transposed] = allocate_fp8_results(p, x, e5m2, transpose);
-  Tensor sums = torch::stable::new_empty(x, {sum ? p.columns : 0}, ScalarType::Float);
-  Tensor partials =
-      torch::stable::new_empty(x, {sum ? fp8_tile_rows(p) : 0, p.columns}, ScalarType::Float);
+  Tensor sums = allocate(x, {sum ? p.columns : 0}, ScalarType::Float);
+  Tensor partials = allocate(x, {sum ? fp8_tile_rows(p) : 0, p.columns}, ScalarType::Float);
   p.sums = sum ? sums.mutable_data_ptr<float>() : nullptr;
   p.partials = partials.mutable_data_ptr<float>();
   quantize_fp8_scaled(op, p, call.stream);
@@ -96,7 +96,7 @@ void quantize_list(std::vector<Tensor> weights, std::vector<Tensor> q,
     list.push_back(m);
   }
   const Call call(like, op);
-  Tensor partials = torch::stable::new_empty(like, {weight_partials(list)}, ScalarType::Float);
+  Tensor partials = allocate(like, {weight_partials(list)}, ScalarType::Float);
   quantize_weights(list, partials.mutable_data_ptr<float>(), call.stream);
 }
 
@@ -157,10 +157,9 @@ Tensor multiply(const char* op, const Tensor& a, const Tensor& b, const Tensor& 
 
 Tensor product(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::optional<Tensor> bias,
                ScalarType dtype, bool sum_over_tokens) {
-  return multiply("fp8_product", a, b, a_scale, b_scale, bias, sum_over_tokens, false, "dtype",
-                  [&](int64_t rows, int64_t columns) {
-                    return torch::stable::new_empty(a, {rows, columns}, dtype);
-                  });
+  return multiply(
+      "fp8_product", a, b, a_scale, b_scale, bias, sum_over_tokens, false, "dtype",
+      [&](int64_t rows, int64_t columns) { return allocate(a, {rows, columns}, dtype); });
 }
 
 void product_in_place(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor out,

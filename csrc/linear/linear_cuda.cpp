@@ -1,5 +1,6 @@
 // CUDA binding of the linear layer's products: checks, outputs, workspace, stream.
 #include "linear/linear_cuda.h"
+#include "common/allocate.h"
 
 #include <optional>
 #include <tuple>
@@ -46,9 +47,9 @@ std::tuple<Tensor, Tensor> forward(Tensor x, Tensor weight, std::optional<Tensor
     check(bias->scalar_type() == x.scalar_type(), op, ": bias must have x's dtype");
   }
   check(!gelu || bias.has_value(), op, ": gelu needs a bias");
-  Tensor y = torch::stable::new_empty(x, {shape.tokens, shape.out_features});
-  Tensor pre = torch::stable::new_empty(
-      x, gelu ? std::vector<int64_t>{y.size(0), y.size(1)} : std::vector<int64_t>{0});
+  Tensor y = allocate(x, {shape.tokens, shape.out_features});
+  Tensor pre =
+      allocate(x, gelu ? std::vector<int64_t>{y.size(0), y.size(1)} : std::vector<int64_t>{0});
   if (y.numel() != 0) {
     run(linear_forward(shape, x.const_data_ptr(), weight.const_data_ptr(),
                        bias ? bias->const_data_ptr() : nullptr, y.mutable_data_ptr(),
@@ -66,7 +67,7 @@ Tensor dgrad(Tensor dy, Tensor weight, std::optional<Tensor> addend, std::option
         " rows, dy's columns, got ", ShapeOf(weight));
   check(!(addend && pre), op, ": addend and pre exclude each other");
   const LinearShape shape{storage_dtype(dy, op, "dy"), dy.size(0), weight.size(1), dy.size(1)};
-  Tensor dx = torch::stable::new_empty(dy, {shape.tokens, shape.in_features});
+  Tensor dx = allocate(dy, {shape.tokens, shape.in_features});
   if (addend) check_like(*addend, dx, op, "addend", "the result");
   if (pre) check_like(*pre, dx, op, "pre", "the result");
   if (dx.numel() != 0) {
@@ -82,7 +83,7 @@ Tensor dgrad(Tensor dy, Tensor weight, std::optional<Tensor> addend, std::option
 Tensor wgrad(const Tensor& dy, const Tensor& x, Tensor& dweight, bool bias, bool accumulate,
              const char* op) {
   const LinearShape shape{storage_dtype(dy, op, "dy"), dy.size(0), x.size(1), dy.size(1)};
-  Tensor dbias = torch::stable::new_empty(dweight, {bias ? shape.out_features : 0});
+  Tensor dbias = allocate(dweight, {bias ? shape.out_features : 0});
   if (shape.tokens == 0) {
     if (!accumulate) torch::stable::zero_(dweight);
     torch::stable::zero_(dbias);
@@ -107,7 +108,7 @@ std::tuple<Tensor, Tensor> new_wgrad(Tensor dy, Tensor x, bool bias, ScalarType 
   check_wgrad(dy, x, op);
   check(dtype == ScalarType::Float || dtype == dy.scalar_type(), op,
         ": dtype must be float32 or dy's");
-  Tensor dweight = torch::stable::new_empty(dy, {dy.size(1), x.size(1)}, dtype);
+  Tensor dweight = allocate(dy, {dy.size(1), x.size(1)}, dtype);
   Tensor dbias = wgrad(dy, x, dweight, bias, false, op);
   return {dweight, dbias};
 }

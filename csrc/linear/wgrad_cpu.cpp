@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/allocate.h"
 #include "common/checks.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
@@ -28,26 +29,26 @@ Tensor bf16_wgrad(WgradCpuParams p, const Tensor& dy, bool bias, const char* op)
   const WgradBf16Kernels* kernels = wgrad_bf16_kernels();
   check(kernels != nullptr, op, ": expected a CPU that multiplies bf16, got ", isa_name(isa()));
   p.depth = (p.tokens + 31) / 32 * 32;
-  Tensor dy_tiles = torch::stable::new_empty(dy, {p.depth * p.out});
-  Tensor x_panels = torch::stable::new_empty(dy, {p.depth * p.in});
+  Tensor dy_tiles = allocate(dy, {p.depth * p.out});
+  Tensor x_panels = allocate(dy, {p.depth * p.in});
   p.dy_tiles = static_cast<bf16*>(dy_tiles.mutable_data_ptr());
   p.x_panels = static_cast<bf16*>(x_panels.mutable_data_ptr());
 
   const int64_t chunks = (p.depth + kTokens - 1) / kTokens;
-  Tensor partials = torch::stable::new_empty(dy, {bias ? chunks : 0, p.out}, ScalarType::Float);
+  Tensor partials = allocate(dy, {bias ? chunks : 0, p.out}, ScalarType::Float);
   float* sums = bias ? partials.mutable_data_ptr<float>() : nullptr;
   parallel_tasks(chunks, [&](int64_t i) {
     kernels->rearrange(p, i * kTokens, std::min((i + 1) * kTokens, p.depth),
                        sums ? sums + i * p.out : nullptr);
   });
   for_each_block(p, kernels->size, [&](const WgradBlock& block) { kernels->block(p, block); });
-  if (!bias) return torch::stable::new_empty(dy, {0}, ScalarType::Float);
+  if (!bias) return allocate(dy, {0}, ScalarType::Float);
   return sum_chunks(sums, chunks, p.out, p.out, dy);
 }
 
 Tensor fp32_wgrad(const WgradCpuParams& p, const Tensor& dy, bool bias) {
   const WgradFp32Kernels& kernels = wgrad_fp32_kernels();
-  Tensor dbias = torch::stable::new_empty(dy, {bias ? p.out : 0});
+  Tensor dbias = allocate(dy, {bias ? p.out : 0});
   float* sums = bias ? dbias.mutable_data_ptr<float>() : nullptr;
   for_each_block(p, kernels.size, [&](const WgradBlock& block) {
     kernels.block(p, block, block.column == 0 ? sums : nullptr, thread_scratch(kernels.scratch));

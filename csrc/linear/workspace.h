@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "common/allocate.h"
 #include "common/checks.h"
 
 namespace bert_unpad::cuda {
@@ -12,8 +13,7 @@ class Workspace {
   explicit Workspace(const Tensor& like) : like_(like) {}
 
   void* operator()(size_t bytes) {
-    memory_.push_back(
-        torch::stable::new_empty(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
+    memory_.push_back(allocate(like_, {static_cast<int64_t>(bytes)}, ScalarType::Byte));
     return memory_.back().mutable_data_ptr();
   }
 

@@ -2,6 +2,7 @@
 // The same code fills LossCpuParams and LossCudaParams, whose fields have the same names.
 #pragma once
 
+#include "common/allocate.h"
 #include "common/checks.h"
 
 namespace bert_unpad {
@@ -45,7 +46,7 @@ void set_saved(Params& p, const Tensor& dloss, const Tensor& logits, const Tenso
 template <auto backward_into>
 Tensor masked_cross_entropy_backward(Tensor dloss, Tensor logits, Tensor labels, Tensor lse,
                                      int64_t vocab_size, int64_t ignore_index) {
-  Tensor dlogits = torch::stable::empty_like(logits);
+  Tensor dlogits = allocate_like(logits);
   backward_into(dloss, logits, labels, lse, vocab_size, ignore_index, dlogits.mutable_data_ptr(),
                 "masked_cross_entropy_backward");
   return dlogits;

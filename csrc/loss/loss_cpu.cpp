@@ -1,4 +1,5 @@
 // CPU bindings of the cross-entropy of masked tokens: checks, rows over threads, sums.
+#include "common/allocate.h"
 #include "loss/loss.h"
 
 #include <tuple>
@@ -27,7 +28,7 @@ std::tuple<Tensor, Tensor, Tensor> masked_cross_entropy(Tensor logits, Tensor la
   const char* op = "masked_cross_entropy";
   LossCpuParams p = make_params(logits, labels, vocab_size, ignore_index, op);
   const int64_t rows = logits.size(0);
-  Tensor lse = torch::stable::new_empty(logits, {rows}, ScalarType::Float);
+  Tensor lse = allocate(logits, {rows}, ScalarType::Float);
   p.lse = lse.mutable_data_ptr<float>();
   struct Row {
     float loss;
@@ -51,8 +52,8 @@ std::tuple<Tensor, Tensor, Tensor> masked_cross_entropy(Tensor logits, Tensor la
     loss += row.loss;
     correct += row.correct;
   }
-  Tensor loss_sum = torch::stable::new_empty(logits, {}, ScalarType::Float);
-  Tensor correct_sum = torch::stable::new_empty(labels, {});
+  Tensor loss_sum = allocate(logits, {}, ScalarType::Float);
+  Tensor correct_sum = allocate(labels, {});
   *loss_sum.mutable_data_ptr<float>() = static_cast<float>(loss);
   *correct_sum.mutable_data_ptr<int64_t>() = correct;
   return {loss_sum, correct_sum, lse};

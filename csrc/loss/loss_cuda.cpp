@@ -1,5 +1,6 @@
 // CUDA bindings of the cross-entropy of masked tokens: checks, outputs, stream.
 #include "loss/loss_cuda.h"
+#include "common/allocate.h"
 
 #include <limits>
 #include <tuple>
@@ -27,10 +28,10 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor logits, Tensor labels, int64_t
   const char* op = "masked_cross_entropy";
   LossCudaParams p = make_params(logits, labels, vocab_size, ignore_index, op);
   const Call call(logits, op);
-  Tensor loss_sum = torch::stable::new_empty(logits, {}, ScalarType::Float);
-  Tensor correct = torch::stable::new_empty(labels, {});
-  Tensor lse = torch::stable::new_empty(logits, {p.rows}, ScalarType::Float);
-  Tensor row_losses = torch::stable::new_empty(logits, {p.rows, 2}, ScalarType::Float);
+  Tensor loss_sum = allocate(logits, {}, ScalarType::Float);
+  Tensor correct = allocate(labels, {});
+  Tensor lse = allocate(logits, {p.rows}, ScalarType::Float);
+  Tensor row_losses = allocate(logits, {p.rows, 2}, ScalarType::Float);
   p.loss_sum = loss_sum.mutable_data_ptr<float>();
   p.correct = correct.mutable_data_ptr<int64_t>();
   p.lse = lse.mutable_data_ptr<float>();

@@ -1,6 +1,7 @@
 // CPU bindings of dropout + residual + LayerNorm or RMSNorm: checks, row chunks, dispatch.
 #include <tuple>
 
+#include "common/allocate.h"
 #include "common/checks.h"
 #include "cpu/parallel.h"
 #include "cpu/rng.h"
@@ -51,8 +52,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm(
   vectors.bias = padded_vector(bias, p.hidden);
   p.bias = vectors.bias.data();
   p.eps = static_cast<float>(eps);
-  Tensor y = torch::stable::empty_like(x);
-  Tensor sum = return_sum ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
+  Tensor y = allocate_like(x);
+  Tensor sum = return_sum ? allocate_like(x) : allocate(x, {0});
   const auto [mean, rstd] = new_statistics(p, x, rows, rms);
   p.y = y.mutable_data_ptr();
   p.sum = return_sum ? sum.mutable_data_ptr() : nullptr;
@@ -69,16 +70,15 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 // `p` has everything but results; `own_dresidual`: that gradient is not dx.
 Gradients run_backward(NormCpuParams& p, const Tensor& x, const std::optional<Tensor>& x_bias,
                        const Tensor& weight, int64_t rows, bool bias, bool own_dresidual) {
-  Tensor dx = torch::stable::empty_like(x);
-  Tensor dresidual =
-      own_dresidual ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
+  Tensor dx = allocate_like(x);
+  Tensor dresidual = own_dresidual ? allocate_like(x) : allocate(x, {0});
   p.dx = dx.mutable_data_ptr();
   p.x_bias_gradient = x_bias.has_value();
   p.dresidual = own_dresidual ? dresidual.mutable_data_ptr() : nullptr;
 
   const RowChunks chunks(rows);
   const int64_t stride = 3 * p.padded;
-  Tensor partials = torch::stable::new_empty(x, {chunks.count * stride}, ScalarType::Float);
+  Tensor partials = allocate(x, {chunks.count * stride}, ScalarType::Float);
   auto* sums = partials.mutable_data_ptr<float>();
   const NormKernels& kernels = norm_kernels();
   chunks.for_each([&](int64_t chunk, int64_t begin, int64_t end) {
@@ -87,7 +87,7 @@ Gradients run_backward(NormCpuParams& p, const Tensor& x, const std::optional<Te
   const auto gradient = [&](int64_t which, const Tensor& parameter) {
     return sum_chunks(sums + which * p.padded, chunks.count, stride, parameter);
   };
-  const Tensor none = torch::stable::new_empty(x, {0});
+  const Tensor none = allocate(x, {0});
   return {dx, dresidual, x_bias ? gradient(2, *x_bias) : none, gradient(0, weight),
           bias ? gradient(1, weight) : none};
 }

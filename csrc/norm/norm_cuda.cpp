@@ -1,5 +1,6 @@
 // CUDA bindings of dropout + residual + LayerNorm: checks, outputs, stream.
 #include "norm/norm_cuda.h"
+#include "common/allocate.h"
 
 #include <optional>
 #include <tuple>
@@ -41,8 +42,8 @@ Results set_forward(NormCudaParams& p, const Tensor& x, const Tensor& weight,
                     const std::optional<Tensor>& bias, double eps, bool rms, bool return_sum,
                     const char* op) {
   if (bias) check_norm_bias(*bias, weight, x, op);
-  Tensor y = torch::stable::empty_like(x);
-  Tensor sum = return_sum ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
+  Tensor y = allocate_like(x);
+  Tensor sum = return_sum ? allocate_like(x) : allocate(x, {0});
   const auto [mean, rstd] = new_statistics(p.norm, x, p.norm.rows, rms);
   p.norm.bias = bias ? bias->const_data_ptr() : nullptr;
   p.norm.eps = static_cast<float>(eps);
@@ -85,12 +86,12 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 Gradients run_backward(NormCudaParams& p, const Tensor& x, const std::optional<Tensor>& x_bias,
                        const Tensor& weight, bool bias, bool own_dresidual, const char* op) {
   const Call call(x, op);
-  const Tensor none = torch::stable::new_empty(x, {0});
-  Tensor dx = torch::stable::empty_like(x);
-  Tensor dresidual = own_dresidual ? torch::stable::empty_like(x) : none;
-  Tensor dweight = torch::stable::empty_like(weight);
-  Tensor dbias = bias ? torch::stable::empty_like(weight) : none;
-  Tensor dx_bias = x_bias ? torch::stable::empty_like(*x_bias) : none;
+  const Tensor none = allocate(x, {0});
+  Tensor dx = allocate_like(x);
+  Tensor dresidual = own_dresidual ? allocate_like(x) : none;
+  Tensor dweight = allocate_like(weight);
+  Tensor dbias = bias ? allocate_like(weight) : none;
+  Tensor dx_bias = x_bias ? allocate_like(*x_bias) : none;
   p.norm.dweight = dweight.mutable_data_ptr();
   p.norm.dbias = bias ? dbias.mutable_data_ptr() : nullptr;
   p.dx = dx.mutable_data_ptr();
@@ -100,8 +101,7 @@ Gradients run_backward(NormCudaParams& p, const Tensor& x, const std::optional<T
     p.x_bias_dtype = storage_dtype(*x_bias, op, "x_bias");
   }
   const ColumnScratch scratch = dropout_add_layer_norm_scratch(p);
-  Tensor partials =
-      torch::stable::new_empty(x, {3, scratch.rows, p.norm.hidden}, ScalarType::Float);
+  Tensor partials = allocate(x, {3, scratch.rows, p.norm.hidden}, ScalarType::Float);
   p.norm.partials = partials.mutable_data_ptr<float>();
   p.norm.tickets = tickets(op, call.stream, scratch.tickets);
   dropout_add_layer_norm_backward(p, call.stream);

@@ -7,6 +7,7 @@
 #include <optional>
 #include <tuple>
 
+#include "common/allocate.h"
 #include "optim/arguments.h"
 
 namespace bert_unpad {
@@ -19,8 +20,8 @@ std::tuple<Tensor, Tensor> multi_tensor_l2norm(Tensors tensors) {
   const PlainList list(tensors, op);
   const Device device(op, tensors[0]);
   const auto count = static_cast<int64_t>(tensors.size());
-  Tensor total = torch::stable::new_empty(tensors[0], {}, ScalarType::Float);
-  Tensor each = torch::stable::new_empty(tensors[0], {count}, ScalarType::Float);
+  Tensor total = allocate(tensors[0], {}, ScalarType::Float);
+  Tensor each = allocate(tensors[0], {count}, ScalarType::Float);
   device.l2norm(list, total, each);
   return {total, each};
 }
@@ -98,8 +99,8 @@ std::tuple<Tensor, Tensor> first_pass(const char* op, const UpdateRule& rule, co
                                       const Tensors& steps, const UpdateScalars& scalars,
                                       const std::optional<Tensor>& grad_norms) {
   const auto count = static_cast<int64_t>(params.size());
-  Tensor sums = torch::stable::new_empty(scalars.lr, {count, kTensorSums}, ScalarType::Float);
-  Tensor rows = torch::stable::new_empty(scalars.lr, {count, 4}, ScalarType::Float);
+  Tensor sums = allocate(scalars.lr, {count, kTensorSums}, ScalarType::Float);
+  Tensor rows = allocate(scalars.lr, {count, 4}, ScalarType::Float);
   begin_two_passes<Device>(
       op, rule, params, grads, exp_avgs, exp_avg_sqs, masters, steps, scalars, grad_norms,
       [&](const Device& device, const Update& update) { device.moments(update, sums, rows); });
@@ -219,8 +220,8 @@ Tensor frozen_lamb_sums_(Tensors params, Tensors grads, Tensors exp_avgs, Tensor
   UpdateList list(params, grads, exp_avgs, exp_avg_sqs, {}, nullptr, op);
   list.add_fresh(fresh_sqs, params, op);
   if (norm) check_scalar(*norm, params[0], op, "norm");
-  Tensor sums = torch::stable::new_empty(
-      params[0], {static_cast<int64_t>(params.size()), kFrozenLambSums}, ScalarType::Float);
+  Tensor sums = allocate(params[0], {static_cast<int64_t>(params.size()), kFrozenLambSums},
+                         ScalarType::Float);
   Device(op, params[0])
       .frozen_lamb_sums(rule, list, norm ? norm->const_data_ptr<float>() : nullptr, sums);
   return sums;

@@ -1,5 +1,6 @@
 // The operators over lists of tensors on a GPU: scratch memory, stream, kernels.
 #include "optim/optim_cuda.h"
+#include "common/allocate.h"
 
 #include "cuda/binding.h"
 #include "optim/operators.h"
@@ -68,7 +69,7 @@ class Lists {
 
  private:
   Tensor empty(std::initializer_list<int64_t> sizes) const {
-    return torch::stable::new_empty(like_, sizes, ScalarType::Float);
+    return allocate(like_, sizes, ScalarType::Float);
   }
   Tensor empty_rows(const Update& update, int64_t width) const {
     return empty({static_cast<int64_t>(update.list.tensors.size()), width});

@@ -5,6 +5,7 @@
 #include <numbers>
 #include <utility>
 
+#include "common/allocate.h"
 #include "common/checks.h"
 #include "rotary/angles.h"
 
@@ -92,7 +93,7 @@ void rotary_(Tensor x, Tensor positions, int64_t heads, double theta, int64_t ro
 template <auto rotate>
 Tensor rotary(Tensor x, Tensor positions, int64_t heads, double theta, int64_t rotary_dim,
               bool interleaved, double position_scale, bool inverse) {
-  Tensor out = torch::stable::new_empty(x, x.sizes());
+  Tensor out = allocate(x, x.sizes());
   rotate(x, out, positions, {heads, theta, rotary_dim, interleaved, position_scale, inverse},
          "rotary");
   const auto copy = [&](int64_t dim, int64_t start, Tensor to, Tensor from) {

@@ -1,4 +1,5 @@
 // CPU bindings of the sign_* operators: checks, chunks, the scale.
+#include "common/allocate.h"
 #include "sign_compress/sign_compress.h"
 
 #include <algorithm>
@@ -23,7 +24,7 @@ Tensor sign_scale(std::optional<Tensor> value, Tensor error) {
   const SignKernels& kernels = sign_kernels();
   const double sum = sum_over_chunks(
       a.size, [&](int64_t begin, int64_t end) { return kernels.sum_squares(p, begin, end); });
-  Tensor scale = torch::stable::new_empty(error, {}, ScalarType::Float);
+  Tensor scale = allocate(error, {}, ScalarType::Float);
   *scale.mutable_data_ptr<float>() =
       a.size == 0 ? 0.0f : static_cast<float>(std::sqrt(sum / static_cast<double>(a.size)));
   return scale;

@@ -1,5 +1,6 @@
 // CUDA bindings of the sign_* operators: checks, scratch memory, stream.
 #include "sign_compress/sign_compress_cuda.h"
+#include "common/allocate.h"
 
 #include "cuda/binding.h"
 #include "sign_compress/arguments.h"
@@ -11,8 +12,8 @@ Tensor sign_scale_(std::optional<Tensor> value, Tensor error) {
   const char* op = "sign_scale";
   const SignArguments a(value, error, op);
   const Call call(error, op);
-  Tensor scale = torch::stable::new_empty(error, {}, ScalarType::Float);
-  Tensor partials = torch::stable::new_empty(error, {sign_blocks(a.size)}, ScalarType::Float);
+  Tensor scale = allocate(error, {}, ScalarType::Float);
+  Tensor partials = allocate(error, {sign_blocks(a.size)}, ScalarType::Float);
   sign_scale({a.dtype, a.size, a.value, a.error, nullptr, scale.mutable_data_ptr<float>(), nullptr,
               partials.mutable_data_ptr<float>()},
              call.stream);
