@@ -49,8 +49,8 @@ class StockFamily:
     """Whether missing positions are counted from the ids that are not padding, as in RoBERTa."""
     embeds_rows: bool = False
     """Whether embeddings need a sequence's other tokens, so that they are computed padded."""
-    passes_on: ClassVar = True
-    first_readers: ClassVar = ("ForSequenceClassification", "ForMultipleChoice")
+    passes_on: ClassVar[bool] = True
+    first_readers: ClassVar[tuple[str, ...]] = ("ForSequenceClassification", "ForMultipleChoice")
     """Heads that read the rows of the output themselves where the base model has no pooler."""
 
 

@@ -154,7 +154,7 @@ class EncoderConfig:
     mask_token_id: int | None = None
     """The mask token, for token_dropout."""
 
-    RATES: ClassVar = (
+    RATES: ClassVar[tuple[str, ...]] = (
         *("hidden_dropout_prob", "attention_probs_dropout_prob", "embedding_dropout_prob"),
         *("attention_output_dropout_prob", "feed_forward_dropout_prob", "classifier_dropout_prob"),
     )
