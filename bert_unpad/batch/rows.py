@@ -59,7 +59,10 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, indices: Tensor, rows: int, value: float) -> Tensor:
         ctx.save_for_backward(indices)
-        return x.new_full((rows, *x.shape[1:]), value).index_copy_(0, indices, x)
+        y = x.new_full((rows, *x.shape[1:]), value)
+        if torch.compiler.is_compiling():  # by PyTorch 2.11, which forgets gradients of index_copy_
+            return y.index_copy(0, indices, x)
+        return y.index_copy_(0, indices, x)
 
     @staticmethod
     def backward(ctx, dy: Tensor):

@@ -140,6 +140,6 @@ class Embeddings(nn.Module):
         weight = self.word_embeddings.weight
         kind = weight.device.type
         # The meta device, on which the model runs without memory, has no autocast.
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        if kind != "meta" and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
         return weight.dtype
