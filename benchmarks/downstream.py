@@ -29,9 +29,6 @@ from bert_unpad._extras import packages_of
 from bert_unpad.data.formats.stdlib import StdlibSource
 from bert_unpad.evaluate import cli
 
-with packages_of("hf"):
-    from transformers import AutoConfig, AutoModelForMaskedLM
-
 PRETRAINED, RANDOM = "pretrained", "random weights"
 TASKS = {"cola": "which sentences have words exchanged", "rte": "which sentence follows"}
 WORDS = range(6, 25)
@@ -96,6 +93,8 @@ def write_tasks(folder: Path, examples: int, rng: random.Random) -> dict[str, di
 
 def write_random(model: Path, folder: Path) -> None:
     """Writes a model of the same configuration with random weights, and the tokenizer."""
+    with packages_of("evaluate"):
+        from transformers import AutoConfig, AutoModelForMaskedLM
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(folder)
 
