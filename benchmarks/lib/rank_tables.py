@@ -192,18 +192,17 @@ def auto_hook() -> str:
     for link in found["links"]:
         *fixed, auto = link["results"]
         best = min(x["step_seconds"] for x in fixed)
-        for x in fixed:
-            predicted = statistics.median(
-                y["predicted"][_AUTO_METHODS[x["contender"]]] for y in auto["chosen"]
-            )
-            error = predicted / x["step_seconds"] - 1
-            row = [link["rate"], _AUTO_METHODS[x["contender"]], f"{x['step_seconds']:.3f}"]
-            row += [between(x["step_seconds_of_rounds"], 3), f"{x['step_seconds'] / best:.2f}"]
-            rows.append([*row, f"{predicted:.3f}", f"{error:+.0%}"])
-        chosen = " or ".join(dict.fromkeys(y["method"] for y in auto["chosen"]))
-        row = [link["rate"], f"auto: {chosen}", f"{auto['step_seconds']:.3f}"]
-        row += [between(auto["step_seconds_of_rounds"], 3), f"{auto['step_seconds'] / best:.2f}"]
-        rows.append([*row, "", ""])
+        for x in link["results"]:
+            seconds, rounds = x["step_seconds"], between(x["step_seconds_of_rounds"], 3)
+            if x is auto:
+                name = f"auto: {' or '.join(dict.fromkeys(y['method'] for y in auto['chosen']))}"
+                said = ["", ""]
+            else:
+                name = _AUTO_METHODS[x["contender"]]
+                predicted = statistics.median(y["predicted"][name] for y in auto["chosen"])
+                said = [f"{predicted:.3f}", f"{predicted / seconds - 1:+.0%}"]
+            row = [link["rate"], name, f"{seconds:.3f}", rounds, f"{seconds / best:.2f}"]
+            rows.append(row + said)
     return section(
         "A hook chosen by measurement",
         "`comm.hook: auto` with `comm.guarantee: any` beside each hook that it chooses from, as "

@@ -15,6 +15,7 @@ from bert_unpad.batch import PackedInputs
 from bert_unpad.nn.config import EncoderConfig
 from bert_unpad.nn.norms import make_norm, normalise
 from bert_unpad.nn.positions import sequence_of_tokens, sequence_positions
+from bert_unpad.ops import matmul
 
 # The share of tokens that ESM's training replaces by mask tokens: 15 % are chosen, 80 % of these.
 _ESM_MASKED = 0.15 * 0.8
@@ -139,7 +140,4 @@ class Embeddings(nn.Module):
     def _compute_dtype(self) -> torch.dtype:
         weight = self.word_embeddings.weight
         kind = weight.device.type
-        # The meta device, on which the model runs without memory, has no autocast.
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
-        return weight.dtype
+        return torch.get_autocast_dtype(kind) if matmul.autocasts(kind) else weight.dtype

@@ -55,11 +55,14 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.float32
 
 
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on; the meta device has none."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
     """Keeps autocast from computing products in another dtype than the one chosen here."""
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta has no autocast
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
 
 
 def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
