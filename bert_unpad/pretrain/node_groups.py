@@ -20,17 +20,16 @@ def common_node_size(ranks: Ranks, key: str, wish: str, instead: str) -> int:
     Raises:
         ConfigError: machines have different numbers of processes, or take turns in their numbers.
     """
-    places = [(0, 0)] * ranks.world_size
-    mine = (ranks.node_size, ranks.local_rank)
-    dist.all_gather_object(places, mine, group=ranks.checkpoint_group)
-    sizes = sorted({size for size, _ in places})
+    # Not by `checkpoint_group`, on which a checkpoint may be saved at the same time.
+    node_sizes, local_ranks = ranks.gather(ranks.node_size), ranks.gather(ranks.local_rank)
+    sizes = sorted({int(size) for size in node_sizes})
     if len(sizes) > 1:
         raise ConfigError(
             key,
             f"expected {instead} with {sizes} processes on the machines, got {wish}, which needs "
             "as many on each",
         )
-    if any(local_rank != rank % size for rank, (size, local_rank) in enumerate(places)):
+    if any(place != rank % sizes[0] for rank, place in enumerate(local_ranks)):
         raise ConfigError(
             key,
             f"expected {instead} where the ranks of a machine are not neighbours, got {wish}; or "

@@ -37,7 +37,8 @@ class Ranks:
     world_size: int
     device: torch.device
     checkpoint_group: dist.ProcessGroup | None
-    """gloo; None in a run of one process."""
+    """gloo; None in a run of one process. Another thread may save a checkpoint by it while a run
+    trains; what ranks do together then goes by the default group."""
     node_size: int = 1
     """Processes of the run on this machine."""
     timeout: timedelta = timedelta(seconds=PretrainConfig.rank_timeout)

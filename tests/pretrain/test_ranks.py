@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from bert_unpad.pretrain.config import ConfigError, read_config
 from bert_unpad.pretrain.node_groups import common_node_size, node_group
 from bert_unpad.pretrain.ranks import Ranks, _place, join_ranks
 from tests.support.pretrain_runs import settings
-from tests.support.processes import TIMEOUT, free_port, run_ranks
+from tests.support.processes import SLOWNESS, TIMEOUT, free_port, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,24 @@ def test_hosts_of_one_name_are_a_machine(hosts, places, told, config):
             assert told in last
         else:
             assert last == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+def _ask_while_saving(rank: int, _: int, config: Path, port: int) -> int:
+    """Rank 0 has begun to save a checkpoint when it asks, rank 1 has not."""
+    dist.barrier()  # the other rank has joined it too
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    with join_ranks(read_config(["--config", str(config)])[0]) as ranks:
+        begin = partial(dist.all_reduce, torch.ones(1), group=ranks.checkpoint_group, async_op=True)
+        saving = begin() if ranks.is_first else None
+        size = common_node_size(ranks, "comm.hook", "hierarchical", "allreduce")
+        (saving or begin()).wait()
+        return size
+
+
+def test_a_checkpoint_may_be_saved_meanwhile(config):
+    found = run_ranks(_ask_while_saving, 2, config, free_port(), timeout=60 * SLOWNESS)
+    assert found == [2, 2]
 
 
 def _fail_at_work(ranks: Ranks) -> None:
