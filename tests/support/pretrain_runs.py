@@ -208,7 +208,7 @@ def pause_after(step: int, signs: Path) -> None:
             signs.with_suffix(".paused").touch()
             end = time.monotonic() + TIMEOUT
             while not signs.with_suffix(".go").exists() and time.monotonic() < end:
-                time.sleep(0.005)
+                time.sleep(0.05)
 
     JsonLines.write = pausing
 
@@ -220,6 +220,21 @@ def wait_until_paused(signs: Path, alive: Callable[[], bool], log: Path) -> None
         assert alive(), f"ended before its pause:\n{log.read_text()}"
         assert time.monotonic() < deadline, f"did not get to its pause:\n{log.read_text()}"
         time.sleep(0.005)
+
+
+def wait_until_asleep(processes: Sequence[BaseProcess]) -> None:
+    """Waits until no thread of some processes has anything to do, those that read ahead neither."""
+    deadline = time.monotonic() + TIMEOUT
+    asleep = 0
+    while asleep < 5:  # looks in a row, as one alone might fall between two pieces of work
+        assert time.monotonic() < deadline, "the processes do not come to rest"
+        try:
+            tasks = [t for p in processes for t in Path(f"/proc/{p.pid}/task").iterdir()]
+            states = {(t / "stat").read_text().rpartition(")")[2].split()[0] for t in tasks}
+        except FileNotFoundError:  # a thread has ended
+            states = set()
+        asleep = asleep + 1 if states == {"S"} else 0
+        time.sleep(0.02)
 
 
 def go_on(signs: Path) -> None:
@@ -243,6 +258,7 @@ def start_pausing(
     wait_until_paused(
         signs, lambda: all(process.is_alive() for process in processes), folder / f"{name}.log.0"
     )
+    wait_until_asleep(processes)
     return processes
 
 
