@@ -205,6 +205,19 @@ def test_a_second_cpu_s_setup_is_told_where_it_differs(written):
         assert said in text[len(alone) :]
 
 
+def test_the_quickstart_says_what_its_record_says():
+    record = json.loads((ROOT / "benchmarks/results/cpu/quickstart.json").read_text())
+    learned = f"{record['held_out']['mlm_accuracy']:.0%}".replace("%", " %")
+    least = f"{record['most_frequent_token_rate']:.0%}".replace("%", " %")
+    readme = (ROOT / "README.md").read_text()
+    assert f"gets {learned} of the masked tokens" in readme
+    assert f"(always the most frequent token: {least};" in readme
+    recipe = (ROOT / "configs" / "quickstart.yaml").read_text()
+    assert f"It ends with {learned} of the masked tokens" in recipe
+    shortest, longest = re.search(r"(\d+) to (\d+) seconds of training", recipe).groups()
+    assert int(shortest) <= record["seconds"] <= int(longest)
+
+
 def test_a_single_operator_is_not_in_the_table(written):
     (ops,) = results_of("ops")
     written(ops=ops)
