@@ -115,19 +115,20 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "packed_wgrad_(Tensor dy, Tensor x, Tensor(a!) dweight, bool accumulate, bool bias) "
       "-> Tensor dbias");
 
-  // A whole encoder layer on a CPU, forward only (csrc/encoder/layer_cpu.cpp). parameters: weight
-  // and bias of query, key, value, attention's output, feed-forward input, gate and output, and of
-  // the norms before attention, before the feed-forward half and at the end; empty [0] where there
-  // is none. Weights of linear layers may be those of encoder_pack_int8. shape: heads, kv_heads,
-  // head_dim, intermediate size, activation (csrc/gelu/glu_kind.h), rms, norms before the halves,
-  // window_left, window_right. numbers: attention's scale, eps of the norms, theta of rotary
-  // embeddings (0: none), position_scale. rows and cu_rows: the tokens whose output is wanted.
+  // Whole encoder layers on a CPU, forward only (csrc/encoder/layer_cpu.cpp). Of each layer in
+  // turn, parameters: weight and bias of query, key, value, attention's output, feed-forward input,
+  // gate and output, and of the norms before attention, before the feed-forward half and at the
+  // end; empty [0] where there is none. Weights of linear layers may be those of encoder_pack_int8.
+  // shape: heads, kv_heads, head_dim, intermediate size, activation (csrc/gelu/glu_kind.h), rms,
+  // norms before the halves, window_left, window_right. numbers: attention's scale, eps of the
+  // norms, theta of rotary embeddings (0: none), position_scale. rows and cu_rows: the tokens whose
+  // output is wanted.
   m.def(
-      "encoder_layer(Tensor x, Tensor cu_seqlens, int max_seqlen, Tensor? positions, "
+      "encoder_layers(Tensor x, Tensor cu_seqlens, int max_seqlen, Tensor? positions, "
       "Tensor? rows, Tensor? cu_rows, Tensor[] parameters, int[] shape, float[] numbers) "
       "-> Tensor");
-  // The two parts of it around attention: to queries, keys and values side by side, without rotary
-  // embeddings, and from attention's result.
+  // The two parts of a layer around attention: to queries, keys and values side by side, without
+  // rotary embeddings, and from attention's result.
   m.def("encoder_project(Tensor x, Tensor[] parameters, int[] shape, float[] numbers) -> Tensor");
   m.def(
       "encoder_finish(Tensor x, Tensor attended, Tensor[] parameters, int[] shape, "

@@ -54,7 +54,7 @@ def packed_calls(monkeypatch) -> list[int]:
     from bert_unpad.hf.packing import Packing
 
     calls: list[int] = []
-    whole, last, layer = Packing.attend, Packing.attend_last, inference.encoder_layer
+    whole, last, layers = Packing.attend, Packing.attend_last, inference.encoder_layers
 
     def attend(self, qkv, *args, **kwargs):
         calls.append(qkv.shape[0])
@@ -64,11 +64,11 @@ def packed_calls(monkeypatch) -> list[int]:
         calls.append(kv.shape[0])
         return last(self, q, kv, *args, **kwargs)
 
-    def encoder_layer(x, *args, **kwargs):
-        calls.append(x.shape[0])
-        return layer(x, *args, **kwargs)
+    def encoder_layers(x, cu_seqlens, longest, parameters, shapes, **more):
+        calls.extend([x.shape[0]] * len(shapes))
+        return layers(x, cu_seqlens, longest, parameters, shapes, **more)
 
-    monkeypatch.setattr(inference, "encoder_layer", encoder_layer)
+    monkeypatch.setattr(inference, "encoder_layers", encoder_layers)
     monkeypatch.setattr(Packing, "attend", attend)
     monkeypatch.setattr(Packing, "attend_last", attend_last)
     return calls

@@ -51,7 +51,7 @@ def test_every_operator_is_run_and_right(capsys):
     assert calls.names == compiled - GPU_ONLY - OF_SOME_CPUS
     documented = set(ops.__all__) - NOT_OPERATORS
     assert set(CASES) == documented | {
-        *("encoder_layer", "encoder_layer_int8", "lamb_halves", "stable_adamw_halves")
+        *("encoder_layers", "encoder_layers_int8", "lamb_halves", "stable_adamw_halves")
     }
 
 

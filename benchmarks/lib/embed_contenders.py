@@ -32,7 +32,7 @@ from benchmarks.lib.embed_texts import BATCH_SIZE
 from bert_unpad import hf
 from bert_unpad.hf.flash import NAME as FLASH
 
-TORCH, OURS, STRING = "torch", "hf.unpad", FLASH
+TORCH, COMPILED, OURS, STRING = "torch", "torch.compile", "hf.unpad", FLASH
 ONNX, OPENVINO, ESM_CPP = "ONNX Runtime", "OpenVINO", "esm-cpp"
 ONNX_8BIT, OPENVINO_8BIT, OURS_8BIT = (f"{name}, 8 bits" for name in (ONNX, OPENVINO, OURS))
 NOT_EXACT = (ONNX_8BIT, OPENVINO_8BIT, OURS_8BIT)
@@ -118,6 +118,19 @@ def whole(build: Build, attention: str, change: Callable[[nn.Module], Any]) -> E
 
 def stock(build: Build) -> Encode:
     return whole(build, "sdpa", lambda model: None)
+
+
+def compiled(build: Build) -> Encode:
+    """PyTorch's compiler, which may turn weights into constants of any layout."""
+    import torch._inductor.config
+
+    def change(model: nn.Module) -> None:
+        torch._inductor.config.freezing = True
+        inner = model if build.shape.task == "logits" else model[0].model
+        # sentence-transformers calls the function, not the module.
+        inner.forward = torch.compile(inner.forward, dynamic=True)
+
+    return whole(build, "sdpa", change)
 
 
 def unpadded(build: Build, weights: str = "float32") -> Encode:
@@ -308,6 +321,7 @@ def esm_cpp(build: Build) -> Encode:
 
 CONTENDERS: dict[str, Callable[[Build], Encode]] = {
     TORCH: stock,
+    COMPILED: compiled,
     ONNX: onnx_runtime,
     ONNX_8BIT: onnx_runtime_8bit,
     OPENVINO: openvino,

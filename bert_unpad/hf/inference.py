@@ -1,33 +1,34 @@
-"""A layer of a Hugging Face model as one operator, where nothing is trained.
+"""Layers of a Hugging Face model as one operator, where nothing is trained.
 
-Without gradients, in float32 on a CPU, a layer whose modules are plain is computed by
-`encoder_layer`, or by two operators around attention that counts distances: from their parameters
-as they are, or rounded to 8 bits where `unpad` was asked for that. All other layers and calls are
-computed module by module.
+Without gradients, in float32 on a CPU, layers whose modules are plain are computed by
+`encoder_layers`, all of a stack at once where none is wrapped or has a hook; or each by two
+operators around attention that counts distances. Weights are taken as they are, or rounded to 8
+bits where `unpad` was asked for that. All other layers and calls are computed module by module.
 """
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from itertools import zip_longest
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf import plain_modules
 from bert_unpad.hf.layer_parts import LayerAdapter, LayerParts
 from bert_unpad.hf.packing import Packing
 from bert_unpad.hf.relative import Distances
+from bert_unpad.hf.snapshot import Snapshot
 from bert_unpad.ops.encoder_layer import (
     FEATURES,
     LONGEST,
-    Affine,
-    LayerParameters,
     LayerShape,
     encoder_finish,
-    encoder_layer,
+    encoder_layers,
     encoder_project,
     pack_int8,
 )
@@ -50,10 +51,62 @@ class _Rounded(NamedTuple):
 
 # By layer and name of the linear layer.
 _rounded: MutableMapping[nn.Module, dict[str, _Rounded]] = WeakKeyDictionary()
+_LINEARS = ("query", "key", "value", "attention_out", "ffn_in", "ffn_gate", "ffn_out")
+_NAMES = ("weight", "bias")
+_EMPTY = torch.empty(0)
+_KINDS = {nn.Parameter, Tensor}
 
 
 class NotPlainError(Exception):
     """A module has to be called; the text says why."""
+
+
+class _Source(NamedTuple):
+    """The module that weight and bias are of, or which of several parts of them."""
+
+    module: nn.Module
+    part: int = 0
+    parts: int = 1
+
+    def tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        """Returns both as they are now."""
+        weight, bias = map(self.module._parameters.get, _NAMES)
+        if self.parts == 1:
+            return weight, bias
+        return self._part_of(weight), self._part_of(bias)
+
+    def features(self) -> int:
+        """Returns how many go out of the linear layer."""
+        weight = self.module._parameters["weight"]
+        assert weight is not None
+        return weight.shape[0] // self.parts
+
+    def _part_of(self, t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.chunk(self.parts)[self.part]
+
+
+class LayerPlan(NamedTuple):
+    """How operators compute a layer."""
+
+    layer: nn.Module
+    sources: tuple[_Source | None, ...]
+    """Of the linear layers by `_LINEARS`, and of `LayerParameters.norms`; None: there is none."""
+    shape: LayerShape
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the parameters as they are now, in the order of `LayerParameters.tensors`.
+
+        Raises:
+            NotPlainError: one cannot be rounded to 8 bits, which is asked for.
+        """
+        found: list[Tensor | None] = []
+        rounds = getattr(self.layer, "_bert_unpad_weights", None) == INT8
+        for name, source in zip_longest(_LINEARS, self.sources):
+            weight, bias = (None, None) if source is None else source.tensors()
+            if rounds and name is not None and weight is not None:
+                weight = _to_int8(self.layer, name, weight)
+            found += [weight, bias]
+        return [_EMPTY if t is None else t for t in found]
 
 
 def infer(
@@ -73,26 +126,97 @@ def infer(
     if parts.attention.training or torch.is_grad_enabled():
         forget(layer)  # weights may change, and not all optimizers say so
         return None
-    if not x.is_cpu or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
-        return None
-    if _drops(parts):
+    if not _fits(x) or _drops(parts):
         return None
     try:
-        parameters, shape = read(layer, adapter, parts, x)
+        plan = read(layer, adapter, parts, x)
+        parameters = plan.tensors()
     except NotPlainError:
         return None
-    rows_of_x = x[0].contiguous()
+    shape, rows_of_x = plan.shape, x[0].contiguous()
     if adapter.distances is not None:
-        tensors = parameters.tensors()
-        return _around(adapter.distances, parts, rows_of_x, tensors, shape, packing, shared)[None]
-    rotates, last = shape.rotary[0] != 0, packing.last
+        given = (parts, rows_of_x, parameters, shape, packing, shared)
+        return _around(adapter.distances, *given)[None]
+    return _compute(rows_of_x, packing, parameters, (shape,))
+
+
+def _fits(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+
+
+def _compute(
+    x: Tensor, packing: Packing, parameters: list[Tensor], shapes: tuple[LayerShape, ...]
+) -> Tensor | None:
+    rotates, last = any(shape.rotary[0] != 0 for shape in shapes), packing.last
     if rotates and packing.positions is None:
         return None
-    return encoder_layer(
-        *(rows_of_x, packing.cu_seqlens, packing.max_seqlen, parameters.tensors(), shape),
+    return encoder_layers(
+        *(x, packing.cu_seqlens, packing.max_seqlen, parameters, shapes),
         positions=packing.positions if rotates else None,
         rows=None if last is None else (last.positions, last.cu_seqlens),
     )[None]
+
+
+class _StackPlan(NamedTuple):
+    """How all layers of a stack are computed, as long as its modules stay what they are."""
+
+    snapshot: Snapshot
+    layers: tuple[LayerPlan, ...] | None
+    """None: layer by layer."""
+
+
+_stacks: MutableMapping[nn.Module, _StackPlan] = WeakKeyDictionary()
+
+
+def infer_layers(stack: Any, adapter: LayerAdapter, count: int, x: Tensor, packing: Packing):
+    """Computes the first `count` layers of a stack of packed tokens x [1, T, hidden].
+
+    Returns None where they have to be called.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or count == 0:
+        return None
+    if not _fits(x) or torch_module._has_any_global_hook():
+        return None
+    if adapter.distances is not None or adapter.rotary is not None:
+        return None
+    plan = _stacks.get(stack)
+    if plan is None or not plan.snapshot.holds():
+        plan = _stacks[stack] = _plan(stack.layer, adapter, x)
+    if plan.layers is None:
+        return None
+    layers = plan.layers[:count]
+    try:
+        parameters = [t for layer in layers for t in layer.tensors()]
+        if not _KINDS.issuperset(map(type, parameters)):
+            return None
+        shapes = tuple([layer.shape for layer in layers])
+        return _compute(x[0].contiguous(), packing, parameters, shapes)
+    except (NotPlainError, RuntimeError):
+        _stacks.pop(stack, None)  # a parameter has another shape or dtype now
+        return None
+
+
+def _plan(layers: nn.ModuleList, adapter: LayerAdapter, x: Tensor) -> _StackPlan:
+    snapshot = Snapshot(layers, adapter.attributes)
+    plans = []
+    for layer in layers:
+        # Wrappers of a layer, and classes of users, may do more.
+        ours = "_bert_unpad_stock" in vars(type(layer)) and plain_modules.untouched(layer)
+        parts = adapter.parts(layer) if ours else None
+        if parts is None or parts.attention.training or _drops(parts):
+            return _StackPlan(snapshot, None)
+        try:
+            plans.append(read(layer, adapter, parts, x))
+        except NotPlainError:
+            return _StackPlan(snapshot, None)
+    return _StackPlan(snapshot, tuple(plans))
+
+
+def _rotary(layer: nn.Module, adapter: LayerAdapter) -> tuple[float, float]:
+    try:
+        return (adapter.rotary and adapter.rotary(layer)) or (0.0, 1.0)
+    except ValueError as error:
+        raise NotPlainError(str(error)) from None
 
 
 def _around(
@@ -125,32 +249,21 @@ def _drops(parts: LayerParts) -> bool:
     return any(plain_modules.rate(dropout) != 0.0 for dropout in dropouts)
 
 
-def read(
-    layer: nn.Module, adapter: LayerAdapter, parts: LayerParts, x: Tensor
-) -> tuple[LayerParameters, LayerShape]:
-    """Returns what the operator needs.
+def read(layer: nn.Module, adapter: LayerAdapter, parts: LayerParts, x: Tensor) -> LayerPlan:
+    """Returns how operators compute a layer of x.
 
     Raises:
-        NotPlainError: it cannot compute this layer.
+        NotPlainError: they cannot.
     """
     activation = plain_modules.glu_kind(parts.ffn_activation)
     if activation is None:
         raise NotPlainError("its activation is none of GELU, SiLU and ReLU")
-    inner = [module for module in (parts.ffn_in, parts.ffn_gate) if module is not None]
-    linears = {
-        **_linears(("query", "key", "value"), [parts.query, parts.key, parts.value], x),
-        **_linears(("attention_out",), [parts.attention_out], x),
-        **_linears(("ffn_in", "ffn_gate"), inner, x),
-        **_linears(("ffn_out",), [parts.ffn_out], x),
-    }
-    width = adapter.head_dim(layer)
-    query, key, value, ffn = (
-        linears[name].weight.shape[0] for name in ("query", "key", "value", "ffn_in")
-    )
+    ffn = _linears([module for module in (parts.ffn_in, parts.ffn_gate) if module is not None], x)
+    projections = _linears([parts.query, parts.key, parts.value], x)
+    out, last = (_linears([module], x)[0] for module in (parts.attention_out, parts.ffn_out))
+    query, key, value, inner = (source.features() for source in (*projections, ffn[0]))
     if key != value:
         raise NotPlainError("its keys and values have different widths")
-    if getattr(layer, "_bert_unpad_weights", None) == INT8:
-        linears = {name: _to_int8(layer, name, linear) for name, linear in linears.items()}
     places = (parts.first_norm, parts.attention_norm, parts.ffn_norm)
     norms = [_norm(module, x) for module in places]
     kinds = {norm.rms for norm in norms if norm is not None}
@@ -158,51 +271,58 @@ def read(
         raise NotPlainError("a norm was replaced by nothing")
     if len(kinds) != 1:
         raise NotPlainError("its norms are of several kinds")
-    try:
-        turn = None if adapter.rotary is None else adapter.rotary(layer)
-    except ValueError as error:
-        raise NotPlainError(str(error)) from None
+    width = adapter.head_dim(layer)
     shape = LayerShape(
-        *(query // width, key // width, width, ffn, activation, kinds.pop()),
+        *(query // width, key // width, width, inner, activation, kinds.pop()),
         norms_first=parts.first_norm is not None,
         eps=tuple(0.0 if norm is None else norm.eps for norm in norms),
         window=adapter.window(parts.attention),
-        rotary=(0.0, 1.0) if turn is None else turn,
+        rotary=_rotary(layer, adapter),
     )
-    affine = [None if norm is None else Affine(norm.weight, norm.bias) for norm in norms]
-    gate = linears.pop("ffn_gate", None)
-    return LayerParameters(**linears, ffn_gate=gate, norms=tuple(affine)), shape
+    gate = ffn[1] if len(ffn) > 1 else None
+    normed = (
+        None if norm is None or module is None else _Source(module)
+        for module, norm in zip(places, norms, strict=True)
+    )
+    return LayerPlan(layer, (*projections, out, ffn[0], gate, last, *normed), shape)
 
 
-def _linears(names: tuple[str, ...], modules: list[nn.Module], x: Tensor) -> dict[str, Affine]:
-    """The linear layers by name; a module in all places holds their features side by side."""
+def _linears(modules: list[nn.Module], x: Tensor) -> list[_Source]:
+    """Where linear layers are; a module in all places holds their features side by side."""
     fused = len(modules) > 1 and all(module is modules[0] for module in modules)
-    parts: list[Affine] = []
+    sources = []
     for index, module in enumerate(modules):
         found = plain_modules.linear_parameters(module, x)
-        if found is None or found[0] is not module._parameters["weight"]:
-            raise NotPlainError(f"{names[index]} is not a plain linear layer in {x.dtype}")
-        weight, bias = found
-        if fused:
-            weight = weight.chunk(len(modules))[index]
-            bias = None if bias is None else bias.chunk(len(modules))[index]
-        rows, columns = weight.shape
-        if not weight.is_contiguous() or rows % FEATURES or columns % FEATURES or columns > LONGEST:
+        if found is None or not _are(module, found):
+            raise NotPlainError(f"{type(module).__name__} is not a plain linear layer in {x.dtype}")
+        source = _Source(module, index, len(modules)) if fused else _Source(module)
+        rows, columns = source.features(), found[0].shape[1]
+        if (
+            not found[0].is_contiguous()
+            or rows % FEATURES
+            or columns % FEATURES
+            or columns > LONGEST
+        ):
             raise NotPlainError(
-                f"the weight of {names[index]} is not contiguous with multiples of {FEATURES} "
-                f"features, at most {LONGEST} going in"
+                f"a weight of {rows} and {columns} features is not contiguous with multiples of "
+                f"{FEATURES}, at most {LONGEST} going in"
             )
-        parts.append(Affine(weight, bias))
-    return dict(zip(names, parts, strict=False))
+        sources.append(source)
+    return sources
 
 
 def _norm(module: nn.Module | None, x: Tensor) -> plain_modules.NormParameters | None:
     if module is None or (type(module) is nn.Identity and plain_modules.untouched(module)):
         return None
     found = plain_modules.norm_of(module, x)
-    if found is None:
-        raise NotPlainError(f"{type(module).__name__} is not a plain norm")
+    if found is None or not _are(module, (found.weight, found.bias)):
+        raise NotPlainError(f"{type(module).__name__} is not a plain norm in {x.dtype}")
     return found
+
+
+def _are(module: nn.Module, tensors: tuple[Tensor, Tensor | None]) -> bool:
+    """Whether these are the module's weight and bias themselves."""
+    return all(module._parameters.get(n) is t for n, t in zip(_NAMES, tensors, strict=True))
 
 
 def forget(layer: nn.Module) -> None:
@@ -210,14 +330,14 @@ def forget(layer: nn.Module) -> None:
     _rounded.pop(layer, None)
 
 
-def _to_int8(layer: nn.Module, name: str, linear: Affine) -> Affine:
-    """The linear layer with its weight in 8 bits, rounded again if it was changed since.
+def _to_int8(layer: nn.Module, name: str, given: Tensor) -> Tensor:
+    """The weight of a linear layer in 8 bits, rounded again if it was changed since.
 
     Raises:
         NotPlainError: a number is not finite.
     """
-    weight = linear.weight.detach()
-    version = 0 if weight.is_inference() else linear.weight._version
+    weight = given.detach()
+    version = 0 if weight.is_inference() else given._version
     sample = weight.view(-1)[:: max(1, weight.numel() // _SAMPLES)]
     kept = _rounded.setdefault(layer, {})
     found = kept.get(name)
@@ -231,4 +351,4 @@ def _to_int8(layer: nn.Module, name: str, linear: Affine) -> Affine:
         except RuntimeError as error:
             raise NotPlainError(f"{name}: {error}") from None
         found = kept[name] = _Rounded(packed, weight.data_ptr(), version, sample.clone())
-    return Affine(found.packed, linear.bias)
+    return found.packed

@@ -59,7 +59,7 @@ def _round(layer: Any) -> str | None:
         return "its parameters are not float32 on a CPU"
     layer._bert_unpad_weights = INT8
     try:
-        read(layer, adapter, adapter.parts(layer), weight)
+        read(layer, adapter, adapter.parts(layer), weight).tensors()
     except NotPlainError as error:
         return str(error)
     return None

@@ -132,6 +132,9 @@ class LayerAdapter:
         self._containers = [_split(path) for path in containers]
         self._head_dim, self._window = head_dim, window
         self.distances, self.rotary = distances, rotary
+        own = (head_dim,) if window is None else (head_dim, window)
+        self.attributes = ("training", "p", "eps", "variance_epsilon", *own)
+        """What is read of modules but for their tensors."""
 
     def parts(self, layer: nn.Module) -> LayerParts:
         """Returns the modules that a packed layer computes with."""

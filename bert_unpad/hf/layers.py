@@ -148,15 +148,21 @@ class PackedStack(StockModule):
     def forward(self, hidden_states: Tensor, *args, packing: Packing | None = None, **kwargs):
         if not isinstance(packing, Packing):
             return super().forward(hidden_states, *args, **kwargs)
-        x = before = hidden_states
+        x, layers = hidden_states, list(self.layer)
         shared = self._bert_unpad_shared(x)
-        whole = packing if packing.last is None else dataclasses.replace(packing, last=None)
-        for index, layer in enumerate(self.layer, 1):
-            if index == len(self.layer):
-                before, whole = x, packing
-            x = layer(x, packing=whole, shared=shared)
+        last, whole = None, packing
+        if packing.last is not None:
+            last, whole = layers.pop(), dataclasses.replace(packing, last=None)
+        inferred = inference.infer_layers(self, self._bert_unpad_layer, len(layers), x, whole)
+        if inferred is not None:
+            x = inferred
+        else:
+            for layer in layers:
+                x = layer(x, packing=whole, shared=shared)
+        if last is None:
+            return BaseModelOutput(x, None)
         # The last layer's input serves to compute its other rows later.
-        return BaseModelOutput(x, None if packing.last is None else (before,))
+        return BaseModelOutput(last(x, packing=packing, shared=shared), (x,))
 
     def _bert_unpad_complete(self, packing: Packing, before: Tensor, x: Tensor) -> Tensor:
         """Computes the last layer's output for all tokens, [1, T, hidden].

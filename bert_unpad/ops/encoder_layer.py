@@ -1,8 +1,9 @@
-"""A whole encoder layer as one operator, or as two around attention, forward only, in float32 on a
-CPU."""
+"""Whole encoder layers as one operator, or one as two around attention, forward only, in float32 on
+a CPU."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -83,31 +84,33 @@ class LayerShape(NamedTuple):
     """Base of the angles of rotary embeddings (0: none), and factor of the positions."""
 
 
-def encoder_layer(
+def encoder_layers(
     x: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int,
     parameters: Sequence[Tensor],
-    shape: LayerShape,
+    shapes: Sequence[LayerShape],
     *,
     positions: Tensor | None = None,
     rows: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Computes an encoder layer on packed tokens, without dropout and without a derivative.
+    """Computes encoder layers on packed tokens, without dropout and without a derivative.
 
     Weights in 8 bits are multiplied with activations that are rounded token by token. All the rest
-    is float32; but where all weights are in 8 bits, attention is computed in bfloat16 on CPUs that
-    are faster at it.
+    is float32; but where all weights of a layer are in 8 bits, its attention is computed in
+    bfloat16 on CPUs that are faster at it.
 
     Args:
         x: hidden states [T, hidden], float32, on a CPU.
         cu_seqlens: int32 [B + 1]: sequence b owns the rows cu_seqlens[b] : cu_seqlens[b + 1].
         max_seqlen: upper bound on the length of a sequence.
-        parameters: `LayerParameters.tensors()`; all numbers of features are multiples of 32.
-        shape: what to compute with them.
-        positions: int32 or int64 [T], where the shape has rotary embeddings.
+        parameters: `LayerParameters.tensors()` of each layer in turn; all numbers of features are
+            multiples of 32.
+        shapes: what each layer computes with them.
+        positions: int32 or int64 [T], where a shape has rotary embeddings.
         rows: the rows whose output is wanted, int64 [Q], ascending, and int32 [B + 1] as
-            `cu_seqlens` of them; not with a window or rotary embeddings. None: all.
+            `cu_seqlens` of them; not with a window or rotary embeddings of the last layer. None:
+            all.
 
     Returns:
         Hidden states, [T, hidden] or [Q, hidden].
@@ -118,28 +121,28 @@ def encoder_layer(
         RuntimeError: a shape, dtype or device is wrong.
         NotImplementedError: a derivative of the result is asked for.
     """
-    check_tensors("encoder_layer", {"x": x, "cu_seqlens": cu_seqlens}, {"positions": positions})
+    check_tensors("encoder_layers", {"x": x, "cu_seqlens": cu_seqlens}, {"positions": positions})
     positions_of_rows, cu_rows = rows or (None, None)
-    return _ops.encoder_layer(
+    return _ops.encoder_layers(
         *(x, cu_seqlens, max_seqlen, positions, positions_of_rows, cu_rows),
-        *(parameters, *_numbers("encoder_layer", shape)),
+        *(parameters, *_numbers("encoder_layers", tuple(shapes))),
     )
 
 
 def encoder_project(x: Tensor, parameters: Sequence[Tensor], shape: LayerShape) -> Tensor:
-    """Computes queries, keys and values of a layer, for attention that `encoder_layer` has not.
+    """Computes queries, keys and values of a layer, for attention that `encoder_layers` has not.
 
     Args:
-        x, parameters, shape: as in `encoder_layer`; there are no rotary embeddings.
+        x, parameters, shape: as in `encoder_layers`; there are no rotary embeddings.
 
     Returns:
         [T, heads + 2 * kv_heads, head_dim]: queries, keys, values.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as in `encoder_layer`.
+        TypeError, ValueError, RuntimeError: as in `encoder_layers`.
     """
     check_tensors("encoder_project", {"x": x}, {})
-    qkv = _ops.encoder_project(x, parameters, *_numbers("encoder_project", shape))
+    qkv = _ops.encoder_project(x, parameters, *_numbers("encoder_project", (shape,)))
     return qkv.unflatten(1, (-1, shape.head_dim))
 
 
@@ -151,28 +154,34 @@ def encoder_finish(
     Args:
         x: the layer's input at these tokens, [T, hidden].
         attended: [T, heads, head_dim], float32.
-        parameters, shape: as in `encoder_layer`.
+        parameters, shape: as in `encoder_layers`.
 
     Returns:
         Hidden states, [T, hidden].
 
     Raises:
-        TypeError, ValueError, RuntimeError: as in `encoder_layer`.
+        TypeError, ValueError, RuntimeError: as in `encoder_layers`.
     """
     check_tensors("encoder_finish", {"x": x, "attended": attended}, {})
-    numbers = _numbers("encoder_finish", shape)
+    numbers = _numbers("encoder_finish", (shape,))
     return _ops.encoder_finish(x, attended.flatten(1), parameters, *numbers)
 
 
-def _numbers(function: str, shape: LayerShape) -> tuple[list[int], list[float]]:
-    head_dim = shape.head_dim
-    integers = [shape.heads, shape.kv_heads, head_dim, shape.intermediate]
-    integers += [kind_number(function, shape.activation), shape.rms, shape.norms_first]
-    return [*integers, *shape.window], [head_dim**-0.5, *shape.eps, *shape.rotary]
+@functools.lru_cache(256)
+def _numbers(function: str, shapes: tuple[LayerShape, ...]) -> tuple[list[int], list[float]]:
+    integers: list[int] = []
+    numbers: list[float] = []
+    for shape in shapes:
+        head_dim = shape.head_dim
+        integers += [shape.heads, shape.kv_heads, head_dim, shape.intermediate]
+        integers += [kind_number(function, shape.activation), shape.rms, shape.norms_first]
+        integers += shape.window
+        numbers += [head_dim**-0.5, *shape.eps, *shape.rotary]
+    return integers, numbers
 
 
 def pack_int8(weight: Tensor) -> Tensor:
-    """Rounds the weight of a linear layer to 8 bits, for `encoder_layer`.
+    """Rounds the weight of a linear layer to 8 bits, for `encoder_layers`.
 
     Each output feature has its own scale, the largest magnitude of its weights / 127.
 
@@ -192,7 +201,7 @@ def pack_int8(weight: Tensor) -> Tensor:
     return _ops.encoder_pack_int8(weight.detach())
 
 
-@register_fake("encoder_layer")
+@register_fake("encoder_layers")
 def _(x, rows):
     return x.new_empty(((x if rows is None else rows).shape[0], x.shape[1]))
 
@@ -213,5 +222,5 @@ def _(weight):
     return weight.new_empty((columns * (weight.shape[1] + 8),), dtype=torch.uint8)
 
 
-for name in ("encoder_layer", "encoder_project", "encoder_finish", "encoder_pack_int8"):
+for name in ("encoder_layers", "encoder_project", "encoder_finish", "encoder_pack_int8"):
     register_no_autograd(name)

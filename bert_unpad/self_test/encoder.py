@@ -17,19 +17,19 @@ from bert_unpad.ops.encoder_layer import (
     encoder_project,
     pack_int8,
 )
-from bert_unpad.ops.encoder_layer import encoder_layer as whole_layer
+from bert_unpad.ops.encoder_layer import encoder_layers as whole_layers
 from bert_unpad.self_test.compare import LIMITS, Compared, Inputs, Skip, case
 
 _HIDDEN, _HEADS, _LENGTHS = 64, 2, [5, 40]
 
 
 @case
-def encoder_layer(inputs: Inputs) -> Iterator[Compared]:
+def encoder_layers(inputs: Inputs) -> Iterator[Compared]:
     return _layer(inputs, lambda weight: weight, LIMITS[torch.float32])
 
 
 @case
-def encoder_layer_int8(inputs: Inputs) -> Iterator[Compared]:
+def encoder_layers_int8(inputs: Inputs) -> Iterator[Compared]:
     return _layer(inputs, pack_int8, 0.05)
 
 
@@ -58,7 +58,9 @@ def _layer(inputs: Inputs, pack: Callable[[Tensor], Tensor], limit: float) -> It
     query, key, value, out, first, second = (Affine(pack(w), None) for w in weights)
     layer = LayerParameters(query, key, value, out, first, None, second, (None, norm, norm))
     tensors = layer.tensors()
-    yield Compared("result", whole_layer(x, cu_seqlens, longest, tensors, shape), expected, limit)
+    yield Compared(
+        "result", whole_layers(x, cu_seqlens, longest, tensors, [shape]), expected, limit
+    )
     qkv = encoder_project(x, tensors, shape)
     ours = ops.varlen_attention(qkv, cu_seqlens, longest, num_heads=_HEADS)
     found = encoder_finish(x, ours, tensors, shape)

@@ -10,6 +10,9 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
+
+#include "cpu/team.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -37,12 +40,37 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& fn) {
 // keep all threads busy. Which thread runs a task must not change its result.
 template <class F>
 void parallel_tasks(int64_t n, const F& fn) {
+  if (Team* team = Team::led()) return team->run(n, fn);
   std::atomic<int64_t> next{0};
   const int64_t threads = torch::stable::get_num_threads();
   parallel_for(0, threads < n ? threads : n, 1, [&](int64_t begin, int64_t end) {
     for (int64_t worker = begin; worker < end; ++worker)
       for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) fn(i);
   });
+}
+
+// Runs lead() on this thread, with whose `parallel_tasks` all threads help.
+template <class F>
+void with_team(const F& lead) {
+  Team team;
+  Team::Clock::time_point end{};
+  struct Leads {  // ends in any way
+    Team& team;
+    Team::Clock::time_point& end;
+    ~Leads() {
+      Team::led() = nullptr;
+      team.finish();
+      end = Team::Clock::now();
+    }
+  };
+  const int64_t threads = Team::crowded() ? 1 : torch::stable::get_num_threads();
+  parallel_for(0, threads, 1, [&](int64_t worker, int64_t) {
+    if (worker != 0) return team.help();
+    Team::led() = &team;
+    const Leads leads{team, end};
+    lead();
+  });
+  Team::note_wait(end);
 }
 
 // Scratch memory of the calling thread, at least `floats` long, 64-byte aligned, kept for the next

@@ -1,32 +1,20 @@
-// CPU binding of a whole encoder layer, forward only.
-//
-// Three stages, each a list of tasks: a block of rows up to queries, keys and values; attention of
-// all sequences; a block of rows from there to the layer's output. What a block needs stays in the
-// second-level cache. Of few rows there is one block, and its products are split by columns.
+// A layer of an encoder on a CPU; see one_layer.h.
+#include "encoder/one_layer.h"
+
 #include <cmath>
 #include <cstring>
-#include <vector>
 
 #include "attention/attention.h"
 #include "attention/sequences_cpu.h"
 #include "common/allocate.h"
-#include "common/checks.h"
 #include "cpu/isa.h"
-#include "cpu/parallel.h"
 #include "cpu/rows.h"
-#include "encoder/products.h"
 #include "norm/norm.h"
 #include "rotary/arguments.h"
-#include "rotary/rotary.h"
 
 namespace bert_unpad {
 
 namespace {
-
-struct Norm {
-  const float *weight, *bias;  // null weight: there is none
-  float eps;
-};
 
 constexpr const char* kNames[] = {
     "parameters[0]",  "parameters[1]",  "parameters[2]",  "parameters[3]",  "parameters[4]",
@@ -35,99 +23,16 @@ constexpr const char* kNames[] = {
     "parameters[15]", "parameters[16]", "parameters[17]", "parameters[18]", "parameters[19]",
 };
 
-// One call of the operator.
-class Layer {
- public:
-  Layer(const char* name, const Tensor& x, const std::vector<Tensor>& parameters,
-        const std::vector<int64_t>& shape, const std::vector<double>& numbers);
+}  // namespace
 
-  // The whole layer.
-  Tensor run(const Tensor& x, const Tensor& cu_seqlens, int64_t max_seqlen,
-             const std::optional<Tensor>& positions, const std::optional<Tensor>& rows,
-             const std::optional<Tensor>& cu_rows);
-
-  // Queries, keys and values of all tokens side by side; or queries of these rows of x, which are
-  // copied to `copies`, and keys and values of all tokens.
-  struct Projected {
-    Tensor q, kv;
-  };
-  Projected project(const Tensor& x, const std::optional<Tensor>& positions,
-                    const std::optional<Tensor>& rows, float* copies);
-  // From attention's result and the rows of x that it is of to the layer's output.
-  Tensor finish(const Tensor& x, const Tensor& attended_rows);
-  void check_attended(const Tensor& t) const {
-    check_shape(t, {tokens_, attended()}, op, "attended", "[tokens, heads * head_dim]");
-    check_dtype(t, ScalarType::Float, op, "attended", "float32");
-    check_contiguous(t, op, "attended");
-    check(t.is_cpu(), op, ": attended must be on the CPU like x");
-  }
-
- private:
-  const char* op;
-  enum { kQuery, kKey, kValue, kOut, kIn, kGate, kLast, kLinears };
-  enum { kFirstNorm, kMiddleNorm, kLastNorm, kNorms };
-  static constexpr int kParameters = 2 * (int{kLinears} + int{kNorms});
-
-  int64_t tokens_, hidden_, heads_, kv_heads_, head_dim_, intermediate_;
-  bool gated_, rms_, before_;
-  GluKind kind_;
-  AttentionWindow window_;
-  double scale_, theta_, position_scale_;
-  Linear linears_[kLinears] = {};
-  Norm norms_[kNorms] = {};
-  std::vector<std::vector<float>> vectors_;  // padded parameters
-  bool any_int8_ = false, all_int8_ = true;
-
-  int64_t attended() const { return heads_ * head_dim_; }
-  int64_t kv_width() const { return kv_heads_ * head_dim_; }
-  int64_t qkv_width() const { return attended() + 2 * kv_width(); }
-
-  const float* vector(const Tensor& t, int64_t n, const char* name) {
-    check(t.numel() == 0 || (t.dim() == 1 && t.size(0) == n), op, ": ", name, " must have shape [",
-          n, "], got ", ShapeOf(t));
-    check_dtype(t, ScalarType::Float, op, name, "float32");
-    check_contiguous(t, op, name);
-    if (t.numel() > 0 && n % kRowPadding == 0) return t.const_data_ptr<float>();
-    vectors_.push_back(t.numel() == 0 ? std::vector<float>(padded_columns(n), 0.0f)
-                                      : padded_vector(t, n));
-    return vectors_.back().data();
-  }
-
-  // The rows, rounded too if a linear layer needs that.
-  Input input(bool on_all, const float* x, int64_t depth, int64_t rows,
-              const Int8Rows& int8) const {
-    const Input in{x, depth, rows, int8};
-    if (any_int8_) round_rows(on_all, in, depth);
-    return in;
-  }
-  void normalise(bool on_all, const Norm& norm, const float* x, float* y, int64_t rows) const;
-  void pack_all(int first, int last);
-
-  // The memory of a block of rows.
-  struct Block {
-    float *normed, *middle, *sum, *hidden;
-    Int8Rows int8;
-  };
-  Block block_memory(int64_t rows) const;
-  const float* enter(bool on_all, const float* x, const Block& memory, int64_t rows) const;
-  void leave(bool on_all, const float* attended, const float* x, float* out, const Block& memory,
-             int64_t rows) const;
-  Tensor attend(const Projected& projected, const int32_t* cu_q, const int32_t* cu_k,
-                int64_t sequences) const;
-  void set_rotary(RotaryCpuParams& p, const Tensor& positions, float* x, int64_t stride) const;
-};
-
-Layer::Layer(const char* name, const Tensor& x, const std::vector<Tensor>& parameters,
-             const std::vector<int64_t>& shape, const std::vector<double>& numbers)
+EncoderLayer::EncoderLayer(const char* name, const Tensor& x, const Tensor* parameters,
+                           const int64_t* shape, const double* numbers)
     : op(name) {
   check_shape(x, {-1, -1}, op, "x", "[tokens, hidden]");
   check_dtype(x, ScalarType::Float, op, "x", "float32");
   check_contiguous(x, op, "x");
-  check(parameters.size() == kParameters, op, ": parameters must hold ", kParameters,
-        " tensors, got ", parameters.size());
-  check(shape.size() == 9, op, ": shape must hold 9 numbers, got ", shape.size());
-  check(numbers.size() == 6, op, ": numbers must hold 6 numbers, got ", numbers.size());
-  for (const Tensor& t : parameters) check(t.is_cpu(), op, ": parameters must be on the CPU");
+  for (int i = 0; i < kParameters; ++i)
+    check(parameters[i].is_cpu(), op, ": parameters must be on the CPU");
   tokens_ = x.size(0);
   hidden_ = x.size(1);
   heads_ = shape[0];
@@ -146,7 +51,7 @@ Layer::Layer(const char* name, const Tensor& x, const std::vector<Tensor>& param
   scale_ = numbers[0];
   theta_ = numbers[4];
   position_scale_ = numbers[5];
-  vectors_.reserve(parameters.size());
+  vectors_.reserve(kParameters);
   const int64_t sizes[kLinears][2] = {
       {hidden_, attended()},    {hidden_, kv_width()},    {hidden_, kv_width()},
       {attended(), hidden_},    {hidden_, intermediate_}, {hidden_, intermediate_},
@@ -174,7 +79,8 @@ Layer::Layer(const char* name, const Tensor& x, const std::vector<Tensor>& param
         ": parameters: a norm is missing");
 }
 
-void Layer::normalise(bool on_all, const Norm& norm, const float* x, float* y, int64_t rows) const {
+void EncoderLayer::normalise(bool on_all, const EncoderNorm& norm, const float* x, float* y,
+                             int64_t rows) const {
   constexpr int64_t kRows = 16;
   on_all = on_all && rows * hidden_ >= kNumbersForAll;
   for_tasks(on_all, (rows + kRows - 1) / kRows, [&](int64_t i) {
@@ -198,7 +104,7 @@ void Layer::normalise(bool on_all, const Norm& norm, const float* x, float* y, i
 }
 
 // Packs the fp32 weights of linear layers [first, last): each is read by many blocks.
-void Layer::pack_all(int first, int last) {
+void EncoderLayer::pack_all(int first, int last) {
   int64_t floats = 0;
   for (int i = first; i < last; ++i)
     if (linears_[i].weight) floats += packed_floats(linears_[i]);
@@ -210,7 +116,7 @@ void Layer::pack_all(int first, int last) {
   }
 }
 
-Layer::Block Layer::block_memory(int64_t rows) const {
+EncoderLayer::Block EncoderLayer::block_memory(int64_t rows) const {
   const int64_t widest = std::max({hidden_, attended(), intermediate_});
   const int64_t bytes = any_int8_ ? multiple_of(64, rows * widest) : 0;
   float* memory = thread_scratch<1>(rows * (3 * hidden_ + intermediate_ + 2) + bytes / 4 + 64);
@@ -231,15 +137,16 @@ Layer::Block Layer::block_memory(int64_t rows) const {
 }
 
 // What queries, keys and values are computed from.
-const float* Layer::enter(bool on_all, const float* x, const Block& memory, int64_t rows) const {
+const float* EncoderLayer::enter(bool on_all, const float* x, const Block& memory,
+                                 int64_t rows) const {
   if (!norms_[kFirstNorm].weight) return x;
   normalise(on_all, norms_[kFirstNorm], x, memory.normed, rows);
   return memory.normed;
 }
 
 // From attention's result and the layer's input x to the layer's output.
-void Layer::leave(bool on_all, const float* attended_rows, const float* x, float* out,
-                  const Block& m, int64_t rows) const {
+void EncoderLayer::leave(bool on_all, const float* attended_rows, const float* x, float* out,
+                         const Block& m, int64_t rows) const {
   multiply(on_all, linears_[kOut], input(on_all, attended_rows, attended(), rows, m.int8),
            {m.sum, hidden_, x});
   normalise(on_all, norms_[kMiddleNorm], m.sum, m.middle, rows);
@@ -252,8 +159,8 @@ void Layer::leave(bool on_all, const float* attended_rows, const float* x, float
   if (closes) normalise(on_all, norms_[kLastNorm], m.normed, out, rows);
 }
 
-void Layer::set_rotary(RotaryCpuParams& p, const Tensor& positions, float* x,
-                       int64_t stride) const {
+void EncoderLayer::set_rotary(RotaryCpuParams& p, const Tensor& positions, float* x,
+                              int64_t stride) const {
   const RotarySettings settings{heads_ + kv_heads_, theta_, head_dim_, false,
                                 position_scale_,    false};
   p.dtype = DType::kFloat32;
@@ -271,8 +178,8 @@ void Layer::set_rotary(RotaryCpuParams& p, const Tensor& positions, float* x,
   }
 }
 
-Tensor Layer::attend(const Projected& projected, const int32_t* cu_q, const int32_t* cu_k,
-                     int64_t sequences) const {
+Tensor EncoderLayer::attend(const Projected& projected, const int32_t* cu_q, const int32_t* cu_k,
+                            int64_t sequences) const {
   // Where products are rounded to 8 bits, 16 are enough for attention, if they are faster here.
   const bool narrow = all_int8_ && (isa() == Isa::kAmx || fast_bf16_dot_products());
   const AttentionKernels& kernels = narrow ? *attention_bf16_kernels() : attention_kernels();
@@ -310,8 +217,8 @@ Tensor Layer::attend(const Projected& projected, const int32_t* cu_q, const int3
   return narrow ? torch::stable::to(out, ScalarType::Float) : out;
 }
 
-Layer::Projected Layer::project(const Tensor& x, const std::optional<Tensor>& positions,
-                                const std::optional<Tensor>& rows, float* copies) {
+EncoderLayer::Projected EncoderLayer::project(const Tensor& x, const Tensor* positions,
+                                              const Tensor* rows, float* copies) {
   const int64_t kv = kv_width(), width = rows ? 2 * kv : qkv_width();
   const int64_t queries = rows ? rows->size(0) : 0;
   Projected found{allocate(x, {queries, attended()}), allocate(x, {tokens_, width})};
@@ -346,7 +253,7 @@ Layer::Projected Layer::project(const Tensor& x, const std::optional<Tensor>& po
   return found;
 }
 
-Tensor Layer::finish(const Tensor& x, const Tensor& attended_rows) {
+Tensor EncoderLayer::finish(const Tensor& x, const Tensor& attended_rows) {
   const int64_t rows = x.size(0);
   Tensor out = allocate(x, {rows, hidden_});
   const RowBlocks blocks(rows, !all_int8_);
@@ -360,73 +267,19 @@ Tensor Layer::finish(const Tensor& x, const Tensor& attended_rows) {
   return out;
 }
 
-Tensor Layer::run(const Tensor& x, const Tensor& cu_seqlens, int64_t max_seqlen,
-                  const std::optional<Tensor>& positions, const std::optional<Tensor>& rows,
-                  const std::optional<Tensor>& cu_rows) {
-  check(rows.has_value() == cu_rows.has_value(), op, ": rows and cu_rows must be given together");
+Tensor EncoderLayer::run(const Tensor& x, const Sequences& sequences, const OutputRows& out) {
+  const Tensor* rows = out.rows;
   check(!rows || (theta_ == 0.0 && window_.left < 0 && window_.right < 0), op,
         ": rows cannot go with rotary embeddings or a window");
-  const AttentionRows keys{x, "x", cu_seqlens, "cu_seqlens", max_seqlen};
-  const AttentionRows read =
-      rows ? AttentionRows{*rows, "rows", *cu_rows, "cu_rows", max_seqlen} : keys;
-  for (const AttentionRows* side : {&read, &keys})
-    check(side->cu_seqlens.is_cpu(), op, ": ", side->cu_name, " must be on the CPU like x");
-  if (rows) {
-    check_shape(*rows, {-1}, op, "rows", "[rows]");
-    check_dtype(*rows, ScalarType::Long, op, "rows", "int64");
-    check_contiguous(*rows, op, "rows");
-    check(rows->is_cpu(), op, ": rows must be on the CPU like x");
-    const auto* chosen = rows->const_data_ptr<int64_t>();
-    for (int64_t i = 0; i < rows->size(0); ++i)
-      check(chosen[i] >= 0 && chosen[i] < tokens_, op, ": rows must be at least 0 and below ",
-            tokens_, ", but entry ", i, " is ", chosen[i]);
-  }
-  const int64_t sequences = check_sequences(read, keys, op);
-  const int32_t *cu_q = check_cu_seqlens(read, op), *cu_k = check_cu_seqlens(keys, op);
-  if (positions) {
-    check_shape(*positions, {tokens_}, op, "positions", "[tokens]");
-    check(
-        positions->scalar_type() == ScalarType::Long || positions->scalar_type() == ScalarType::Int,
-        op, ": positions must be int32 or int64");
-    check_contiguous(*positions, op, "positions");
-    check(positions->is_cpu(), op, ": positions must be on the CPU like x");
-  }
-  check(theta_ == 0.0 || (positions && theta_ > 0.0 && head_dim_ % 2 == 0), op,
+  check(theta_ == 0.0 || (sequences.positions && theta_ > 0.0 && head_dim_ % 2 == 0), op,
         ": rotary embeddings need positions, an even head_dim and a theta above 0");
   const int64_t queries = rows ? rows->size(0) : tokens_;
   const Tensor residual = rows ? allocate(x, {queries, hidden_}) : x;
   if (queries == 0) return residual;
   float* copies = rows ? residual.mutable_data_ptr<float>() : nullptr;
-  const Projected projected = project(x, positions, rows, copies);
-  return finish(residual, attend(projected, cu_q, cu_k, sequences));
-}
-
-Tensor encoder_layer(Tensor x, Tensor cu_seqlens, int64_t max_seqlen,
-                     std::optional<Tensor> positions, std::optional<Tensor> rows,
-                     std::optional<Tensor> cu_rows, std::vector<Tensor> parameters,
-                     std::vector<int64_t> shape, std::vector<double> numbers) {
-  return Layer("encoder_layer", x, parameters, shape, numbers)
-      .run(x, cu_seqlens, max_seqlen, positions, rows, cu_rows);
-}
-
-Tensor encoder_project(Tensor x, std::vector<Tensor> parameters, std::vector<int64_t> shape,
-                       std::vector<double> numbers) {
-  return Layer("encoder_project", x, parameters, shape, numbers).project(x, {}, {}, nullptr).kv;
-}
-
-Tensor encoder_finish(Tensor x, Tensor attended, std::vector<Tensor> parameters,
-                      std::vector<int64_t> shape, std::vector<double> numbers) {
-  Layer layer("encoder_finish", x, parameters, shape, numbers);
-  layer.check_attended(attended);
-  return layer.finish(x, attended);
-}
-
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CPU, m) {
-  m.impl("encoder_layer", TORCH_BOX(&encoder_layer));
-  m.impl("encoder_project", TORCH_BOX(&encoder_project));
-  m.impl("encoder_finish", TORCH_BOX(&encoder_finish));
+  const Projected projected = project(x, sequences.positions, rows, copies);
+  return finish(residual, attend(projected, rows ? out.cu_rows : sequences.cu_seqlens,
+                                 sequences.cu_seqlens, sequences.count));
 }
 
 }  // namespace bert_unpad

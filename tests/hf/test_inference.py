@@ -29,17 +29,18 @@ NAMES = [
 def whole_layers(monkeypatch) -> list[bool]:
     """Grows by whether its weights are in 8 bits with every layer that is one operator."""
     calls: list[bool] = []
-    layer, project = inference.encoder_layer, inference.encoder_project
+    layers, project = inference.encoder_layers, inference.encoder_project
 
-    def encoder_layer(x, cu_seqlens, longest, parameters, *args, **kwargs):
-        calls.append(parameters[0].dtype == torch.uint8)
-        return layer(x, cu_seqlens, longest, parameters, *args, **kwargs)
+    def encoder_layers(x, cu_seqlens, longest, parameters, shapes, **more):
+        firsts = parameters[:: len(parameters) // len(shapes)]
+        calls.extend(weight.dtype == torch.uint8 for weight in firsts)
+        return layers(x, cu_seqlens, longest, parameters, shapes, **more)
 
     def encoder_project(x, parameters, shape):
         calls.append(parameters[0].dtype == torch.uint8)
         return project(x, parameters, shape)
 
-    monkeypatch.setattr(inference, "encoder_layer", encoder_layer)
+    monkeypatch.setattr(inference, "encoder_layers", encoder_layers)
     monkeypatch.setattr(inference, "encoder_project", encoder_project)
     return calls
 
@@ -226,6 +227,94 @@ def test_inputs_and_modules_of_other_forms(whole_layers):
     with torch.no_grad():
         assert_same_values(first(ours, call), first(stock, call))
     assert whole_layers == [False] * 2
+
+
+def halve(module: nn.Module) -> None:
+    """Gives a module a forward function of its own."""
+    module.forward = lambda x, forward=module.forward: forward(x) / 2
+
+
+def prune(layer: nn.Module) -> None:
+    """Cuts the feed-forward half to 32 features, by data alone."""
+    inner, out = layer.intermediate.dense, layer.output.dense
+    inner.weight.data, inner.bias.data = inner.weight.data[:32], inner.bias.data[:32]
+    out.weight.data = out.weight.data[:, :32].clone()
+
+
+def plain(module: nn.Linear) -> nn.Linear:
+    """Another linear layer of the same numbers, doubled."""
+    other = nn.Linear(module.in_features, module.out_features)
+    other.load_state_dict({name: 2 * t for name, t in module.state_dict().items()})
+    return other
+
+
+def replace_linear(layer: nn.Module) -> None:
+    layer.attention.output.dense = plain(layer.attention.output.dense)
+
+
+# What is done to the second layer between two calls, and how many layers one operator computes
+# then, in one call or layer by layer.
+BETWEEN = {
+    "a hook on the layer": (
+        lambda layer: layer.register_forward_hook(lambda _, args, x: 2 * x),
+        [1, 1],
+    ),
+    "a hook within": (
+        lambda layer: layer.output.dense.register_forward_hook(lambda _, args, x: 2 * x),
+        [1],
+    ),
+    "forward": (lambda layer: halve(layer.output.LayerNorm), [1]),
+    "another module": (replace_linear, [2]),
+    "another parameter": (
+        lambda layer: setattr(layer.output.dense, "bias", nn.Parameter(torch.ones(64))),
+        [2],
+    ),
+    "a parameter less": (lambda layer: setattr(layer.output.dense, "bias", None), [2]),
+    "other data": (prune, [2, 1, 1]),
+    "eps": (lambda layer: setattr(layer.output.LayerNorm, "eps", 0.5), [2]),
+    "class": (lambda layer: setattr(layer.output.dropout, "__class__", nn.AlphaDropout), [1]),
+    "activation": (
+        lambda layer: setattr(layer.intermediate, "intermediate_act_fn", nn.ReLU()),
+        [2],
+    ),
+    "training": (lambda layer: layer.attention.self.train(), [1]),
+}
+
+
+@pytest.mark.parametrize("change", BETWEEN)
+def test_what_changes_between_calls_counts(change, monkeypatch):
+    stock, call = make("BertModel").eval(), call_arguments("BertModel", MASK)
+    ours, real, counts = hf.unpad(clone(stock)), call["attention_mask"] == 1, []
+    operator = inference.encoder_layers
+
+    def encoder_layers(x, cu_seqlens, longest, parameters, shapes, **more):
+        counts.append(len(shapes))
+        return operator(x, cu_seqlens, longest, parameters, shapes, **more)
+
+    monkeypatch.setattr(inference, "encoder_layers", encoder_layers)
+    make_it, expected = BETWEEN[change]
+    with torch.inference_mode():
+        before = first(ours, call)
+        for model in (stock, ours):
+            make_it(model.encoder.layer[1])
+        assert counts == [2]
+        found, want = first(ours, call), first(stock, call)
+    assert counts[1:] == expected
+    assert_same_values(found[real], want[real])
+    assert ((found - before).abs().max() < 1e-5) == (change in ("class", "training"))
+
+
+def test_hooks_on_all_modules_are_called():
+    call, ours = call_arguments("BertModel", MASK), hf.unpad(make("BertModel").eval())
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
+    with torch.no_grad():
+        try:
+            ours(**call)
+        finally:
+            handle.remove()
+        ours(**call)
+    assert [seen.count(layer) for layer in ours.encoder.layer] == [1, 1]
 
 
 def test_a_model_that_diverges(whole_layers):

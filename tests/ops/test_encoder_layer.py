@@ -17,7 +17,7 @@ from bert_unpad.ops.encoder_layer import (
     LayerParameters,
     LayerShape,
     encoder_finish,
-    encoder_layer,
+    encoder_layers,
     encoder_project,
     pack_int8,
 )
@@ -187,7 +187,7 @@ def run(
     if s.rotary[0]:
         lengths = cu_seqlens.diff().tolist()
         more["positions"] = torch.cat([torch.arange(n) for n in lengths])
-    return encoder_layer(x, cu_seqlens, longest, p.tensors(), s, **more)
+    return encoder_layers(x, cu_seqlens, longest, p.tensors(), [s], **more)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -231,6 +231,30 @@ def test_some_rows(lengths: list[int], int8: bool) -> None:
     assert (y - whole[rows]).abs().max() < 1e-5 * whole.abs().max()
     none = torch.zeros(0, dtype=torch.int64), torch.zeros_like(cu_rows)
     assert run(x, cu_seqlens, longest, p, s, rows=none).shape == (0, x.shape[1])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_several_layers_are_one_after_the_other(lengths: list[int], threads: int) -> None:
+    layers = [make(heads=n, kv_heads=n, head_dim=64 // n) for n in (4, 2, 1)]
+    layers[1] = (to_int8(layers[1][0]), layers[1][1]._replace(window=(3, 3)))
+    x, cu_seqlens, longest = inputs(lengths)
+    parameters = [t for p, _ in layers for t in p.tensors()]
+    rows = torch.arange(0, sum(lengths), 2)
+    cu_rows = torch.searchsorted(rows, cu_seqlens, out_int32=True)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        call = (x, cu_seqlens, longest, parameters, [s for _, s in layers])
+        whole, some = encoder_layers(*call), encoder_layers(*call, rows=(rows, cu_rows))
+        want = x
+        for p, s in layers[:-1]:
+            want = run(want, cu_seqlens, longest, p, s)
+        p, s = layers[-1]
+        assert torch.equal(whole, run(want, cu_seqlens, longest, p, s))
+        assert torch.equal(some, run(want, cu_seqlens, longest, p, s, rows=(rows, cu_rows)))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -324,7 +348,7 @@ def test_opcheck() -> None:
     shape = [4, 4, 16, 96, 0, 0, 0, -1, -1]
     numbers = [0.25, 1e-5, 1e-5, 1e-5, 0.0, 1.0]
     arguments = (x, cu_seqlens, longest, None, None, None, p.tensors(), shape, numbers)
-    torch.library.opcheck(torch.ops.bert_unpad.encoder_layer.default, arguments)
+    torch.library.opcheck(torch.ops.bert_unpad.encoder_layers.default, arguments)
     rest = arguments[-3:]
     torch.library.opcheck(torch.ops.bert_unpad.encoder_project.default, (x, *rest))
     attended = torch.randn(25, 64)
@@ -338,7 +362,7 @@ def test_errors() -> None:
 
     def fails(text: str, *, kind=RuntimeError, parameters=p, shape=s, x=x, cu=cu_seqlens, **more):
         with pytest.raises(kind, match=text):
-            encoder_layer(x, cu, longest, parameters.tensors(), shape, **more)
+            encoder_layers(x, cu, longest, parameters.tensors(), [shape], **more)
 
     fails("x: expected a tensor", kind=TypeError, x=[1.0])
     fails("x must be float32", x=x.bfloat16())
@@ -356,8 +380,8 @@ def test_errors() -> None:
     other = replace(p, query=Affine(pack_int8(p.ffn_in.weight), None))
     fails(r"parameters\[0\] must be what encoder_pack_int8 makes of", parameters=other)
     leaf = x.clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match="encoder_layer: gradients are not supported"):
-        encoder_layer(leaf, cu_seqlens, longest, p.tensors(), s).sum().backward()
+    with pytest.raises(NotImplementedError, match="encoder_layers: gradients are not supported"):
+        encoder_layers(leaf, cu_seqlens, longest, p.tensors(), [s]).sum().backward()
     odd, shape = make(hidden=48)
     fails("multiples of 32 features", parameters=odd, shape=shape, x=torch.randn(25, 48))
     with pytest.raises(RuntimeError, match=r"encoder_finish: attended must have shape"):
@@ -367,3 +391,10 @@ def test_errors() -> None:
     windowed = s._replace(window=(2, 2))
     fails("rows cannot go with", shape=windowed, rows=(rows - 1, cu_rows))
     fails("must hold as many sequences", rows=(rows - 1, cu_rows[:2]))
+    two = (x, cu_seqlens, longest, p.tensors() + other.tensors())
+    with pytest.raises(RuntimeError, match=r"layer 1: parameters\[0\] must be what"):
+        encoder_layers(*two, [s, s])
+    with pytest.raises(RuntimeError, match="shape must hold 9 numbers a layer, got 9"):
+        encoder_layers(*two, [s])
+    with pytest.raises(RuntimeError, match="encoder_project: expected the parameters of one layer"):
+        torch.ops.bert_unpad.encoder_project(x, two[3], [0] * 18, [0.0] * 12)

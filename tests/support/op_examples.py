@@ -133,7 +133,7 @@ def _examples() -> dict[str, tuple]:
         "linear_wgrad_": (rows(TOKENS, WIDTH), x, weight, True, True),
         "packed_product_": (rows(), x, rows(HIDDEN, HIDDEN), rows(HIDDEN), rows()),
         "packed_wgrad_": (rows(TOKENS, HIDDEN), x, rows(HIDDEN, HIDDEN), False, True),
-        "encoder_layer": (
+        "encoder_layers": (
             *(x, cu_q, 5, positions, torch.tensor([0, 4]), torch.tensor([0, 1, 2]).int(), *layer),
         ),
         "encoder_project": (x, *layer),

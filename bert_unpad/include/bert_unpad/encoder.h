@@ -202,7 +202,7 @@ class Encoder {
     embedding_norm_ = from.norm(names.embedding_norm);
     if (modern_) final_norm_ = from.norm(names.final_norm);
     for (int64_t i = 0, count = from.size("num_hidden_layers", 0); i < count; ++i)
-      layers_.push_back(read_layer(from, i));
+      read_layer(from, i);
   }
 
   // Vectors of texts, [texts, hidden], or with kNone the hidden states of all tokens, [tokens,
@@ -233,16 +233,13 @@ class Encoder {
     if (type_.defined()) x = x + type_[0];
     if (position_.defined()) x = x + at::embedding(position_, positions);
     x = normalised(x, embedding_norm_);
-    for (size_t i = 0; i < layers_.size(); ++i) {
-      const Layer& layer = layers_[i];
-      // Where only first tokens are read, the last layer computes no others.
-      std::optional<at::Tensor> rows, cu_rows;
-      if (pooling == Pooling::kFirst && !modern_ && i + 1 == layers_.size()) {
-        rows = first;
-        cu_rows = at::arange(static_cast<int64_t>(ends.size()), at::kInt);
-      }
-      x = compute(layer, x, cu_seqlens, longest, positions, rows, cu_rows);
+    // Where only first tokens are read, the last layer computes no others.
+    std::optional<at::Tensor> rows, cu_rows;
+    if (pooling == Pooling::kFirst && !modern_ && !shape_.empty()) {
+      rows = first;
+      cu_rows = at::arange(static_cast<int64_t>(ends.size()), at::kInt);
     }
+    if (!shape_.empty()) x = compute(x, cu_seqlens, longest, positions, rows, cu_rows);
     if (modern_) x = normalised(x, final_norm_);
     if (pooling == Pooling::kFirst && modern_) x = x.index_select(0, first);
     if (pooling == Pooling::kMean) {
@@ -256,12 +253,6 @@ class Encoder {
 
  private:
   using Affine = std::array<at::Tensor, 2>;  // weight and bias, empty where there is none
-
-  struct Layer {
-    std::vector<at::Tensor> parameters;
-    std::vector<int64_t> shape;
-    std::vector<double> numbers;
-  };
 
   // A folder that is being read.
   struct Source {
@@ -329,7 +320,8 @@ class Encoder {
     }
   };
 
-  Layer read_layer(const Source& from, int64_t index) const {
+  // Appends a layer to what the operator takes.
+  void read_layer(const Source& from, int64_t index) {
     const detail::Family& names = from.names;
     const std::string prefix = names.layers + std::to_string(index) + ".";
     const Affine none = {at::empty({0}), at::empty({0})};
@@ -339,9 +331,8 @@ class Encoder {
       detail::refuse("num_attention_heads: expected heads of equal width, at most 256");
     const bool attention_bias = !modern_ || from.field<bool>("attention_bias", false);
     const bool mlp_bias = !modern_ || from.field<bool>("mlp_bias", false);
-    Layer layer;
     const auto add = [&](const Affine& affine) {
-      layer.parameters.insert(layer.parameters.end(), affine.begin(), affine.end());
+      parameters_.insert(parameters_.end(), affine.begin(), affine.end());
     };
     const char* projections[] = {names.query, names.key, names.value};
     for (int64_t i = 0; i < 3; ++i)
@@ -362,10 +353,11 @@ class Encoder {
     if (kind == activations.end())
       detail::refuse(std::string(field) + ": expected gelu, gelu_new, silu or relu");
     const int64_t window = modern_ ? window_of(from, index) : -1;
-    layer.shape = {heads, heads, width, inner, kind->second, 0, modern_, window, window};
+    shape_.insert(shape_.end(),
+                  {heads, heads, width, inner, kind->second, 0, modern_, window, window});
     const double theta = modern_ ? theta_of(from, window >= 0) : 0.0;
-    layer.numbers = {1.0 / std::sqrt(static_cast<double>(width)), eps_, eps_, eps_, theta, 1.0};
-    return layer;
+    numbers_.insert(numbers_.end(),
+                    {1.0 / std::sqrt(static_cast<double>(width)), eps_, eps_, eps_, theta, 1.0});
   }
 
   // Tokens that a ModernBERT layer sees to each side; -1: all.
@@ -403,20 +395,19 @@ class Encoder {
     return at::layer_norm(x, {x.size(1)}, optional(norm[0]), optional(norm[1]), eps_);
   }
 
-  static at::Tensor compute(const Layer& layer, const at::Tensor& x, const at::Tensor& cu_seqlens,
-                            int64_t longest, const at::Tensor& positions,
-                            const std::optional<at::Tensor>& rows,
-                            const std::optional<at::Tensor>& cu_rows) {
+  // All layers.
+  at::Tensor compute(const at::Tensor& x, const at::Tensor& cu_seqlens, int64_t longest,
+                     const at::Tensor& positions, const std::optional<at::Tensor>& rows,
+                     const std::optional<at::Tensor>& cu_rows) const {
     using Optional = const std::optional<at::Tensor>&;
     static const auto run =
         c10::Dispatcher::singleton()
-            .findSchemaOrThrow("bert_unpad::encoder_layer", "")
+            .findSchemaOrThrow("bert_unpad::encoder_layers", "")
             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t, Optional, Optional,
                               Optional, at::TensorList, at::IntArrayRef, at::ArrayRef<double>)>();
-    const bool rotates = layer.numbers[4] != 0.0;
     return run.call(x, cu_seqlens, longest,
-                    rotates ? std::optional<at::Tensor>(positions) : std::nullopt, rows, cu_rows,
-                    layer.parameters, layer.shape, layer.numbers);
+                    modern_ ? std::optional<at::Tensor>(positions) : std::nullopt, rows, cu_rows,
+                    parameters_, shape_, numbers_);
   }
 
   static at::Tensor pack_int8(const at::Tensor& weight) {
@@ -431,7 +422,10 @@ class Encoder {
   int64_t first_position_ = 0;
   at::Tensor word_, position_, type_;
   Affine embedding_norm_, final_norm_;
-  std::vector<Layer> layers_;
+  // Of all layers, one after the other.
+  std::vector<at::Tensor> parameters_;
+  std::vector<int64_t> shape_;
+  std::vector<double> numbers_;
 };
 
 }  // namespace bert_unpad

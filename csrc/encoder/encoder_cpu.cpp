@@ -1,0 +1,109 @@
+// CPU bindings of encoder layers, forward only.
+#include <string>
+#include <vector>
+
+#include "attention/sequences_cpu.h"
+#include "common/checks.h"
+#include "cpu/parallel.h"
+#include "encoder/one_layer.h"
+
+namespace bert_unpad {
+
+namespace {
+
+// Returns the number of layers that the lists of a call describe.
+size_t count_layers(const char* op, const std::vector<Tensor>& parameters,
+                    const std::vector<int64_t>& shape, const std::vector<double>& numbers) {
+  const size_t count = parameters.size() / EncoderLayer::kParameters;
+  check(count >= 1 && parameters.size() == count * EncoderLayer::kParameters, op,
+        ": parameters must hold ", int{EncoderLayer::kParameters}, " tensors a layer, got ",
+        parameters.size());
+  check(shape.size() == count * EncoderLayer::kShapes, op, ": shape must hold ",
+        int{EncoderLayer::kShapes}, " numbers a layer, got ", shape.size());
+  check(numbers.size() == count * EncoderLayer::kNumbers, op, ": numbers must hold ",
+        int{EncoderLayer::kNumbers}, " numbers a layer, got ", numbers.size());
+  return count;
+}
+
+// The only layer of a call.
+EncoderLayer one_layer(const char* op, const Tensor& x, const std::vector<Tensor>& parameters,
+                       const std::vector<int64_t>& shape, const std::vector<double>& numbers) {
+  check(count_layers(op, parameters, shape, numbers) == 1, op,
+        ": expected the parameters of one layer");
+  return EncoderLayer(op, x, parameters.data(), shape.data(), numbers.data());
+}
+
+Tensor encoder_layers(Tensor x, Tensor cu_seqlens, int64_t max_seqlen,
+                      std::optional<Tensor> positions, std::optional<Tensor> rows,
+                      std::optional<Tensor> cu_rows, std::vector<Tensor> parameters,
+                      std::vector<int64_t> shape, std::vector<double> numbers) {
+  const char* op = "encoder_layers";
+  const size_t layers = count_layers(op, parameters, shape, numbers);
+  check_shape(x, {-1, -1}, op, "x", "[tokens, hidden]");
+  check(rows.has_value() == cu_rows.has_value(), op, ": rows and cu_rows must be given together");
+  const AttentionRows keys{x, "x", cu_seqlens, "cu_seqlens", max_seqlen};
+  const AttentionRows read =
+      rows ? AttentionRows{*rows, "rows", *cu_rows, "cu_rows", max_seqlen} : keys;
+  for (const AttentionRows* side : {&read, &keys})
+    check(side->cu_seqlens.is_cpu(), op, ": ", side->cu_name, " must be on the CPU like x");
+  if (rows) {
+    check_shape(*rows, {-1}, op, "rows", "[rows]");
+    check_dtype(*rows, ScalarType::Long, op, "rows", "int64");
+    check_contiguous(*rows, op, "rows");
+    check(rows->is_cpu(), op, ": rows must be on the CPU like x");
+    const auto* chosen = rows->const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < rows->size(0); ++i)
+      check(chosen[i] >= 0 && chosen[i] < x.size(0), op, ": rows must be at least 0 and below ",
+            x.size(0), ", but entry ", i, " is ", chosen[i]);
+  }
+  if (positions) {
+    check_shape(*positions, {x.size(0)}, op, "positions", "[tokens]");
+    check(
+        positions->scalar_type() == ScalarType::Long || positions->scalar_type() == ScalarType::Int,
+        op, ": positions must be int32 or int64");
+    check_contiguous(*positions, op, "positions");
+    check(positions->is_cpu(), op, ": positions must be on the CPU like x");
+  }
+  const int64_t count = check_sequences(read, keys, op);
+  const OutputRows last{rows ? &*rows : nullptr, check_cu_seqlens(read, op)};
+  const Sequences sequences{check_cu_seqlens(keys, op), count, positions ? &*positions : nullptr};
+  Tensor y = x;
+  const auto compute = [&] {
+    for (size_t i = 0; i < layers; ++i) {
+      const std::string name = layers == 1 ? op : op + (": layer " + std::to_string(i));
+      EncoderLayer layer(name.c_str(), y, &parameters[i * EncoderLayer::kParameters],
+                         &shape[i * EncoderLayer::kShapes], &numbers[i * EncoderLayer::kNumbers]);
+      y = layer.run(y, sequences, i + 1 == layers ? last : OutputRows{});
+    }
+  };
+  const bool few = RowBlocks(x.size(0), true).split;
+  if (few && x.size(0) * x.size(1) * shape[3] >= kProductsForAll)
+    with_team(compute);
+  else
+    compute();
+  return y;
+}
+
+Tensor encoder_project(Tensor x, std::vector<Tensor> parameters, std::vector<int64_t> shape,
+                       std::vector<double> numbers) {
+  return one_layer("encoder_project", x, parameters, shape, numbers)
+      .project(x, nullptr, nullptr, nullptr)
+      .kv;
+}
+
+Tensor encoder_finish(Tensor x, Tensor attended, std::vector<Tensor> parameters,
+                      std::vector<int64_t> shape, std::vector<double> numbers) {
+  EncoderLayer layer = one_layer("encoder_finish", x, parameters, shape, numbers);
+  layer.check_attended(attended);
+  return layer.finish(x, attended);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CPU, m) {
+  m.impl("encoder_layers", TORCH_BOX(&encoder_layers));
+  m.impl("encoder_project", TORCH_BOX(&encoder_project));
+  m.impl("encoder_finish", TORCH_BOX(&encoder_finish));
+}
+
+}  // namespace bert_unpad
