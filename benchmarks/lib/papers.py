@@ -95,7 +95,14 @@ CLAIMS = (
     Claim(
         BREAKING,
         "a model clipped by bucket learns as well",
-        learned("bucket, adaptive", "bucket, equal"),
+        learned(
+            "bucket, adaptive",
+            "bucket, equal",
+            "bucket, adaptive, half clipped",
+            "bucket, equal, half clipped",
+            "bucket, adaptive, small, half clipped",
+            "bucket, equal, small, half clipped",
+        ),
         f"{MEASURED}: {TESTBED}",
         LEARNS,
         as_good("bucket, adaptive"),
