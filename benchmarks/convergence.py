@@ -136,7 +136,7 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
     "bounds": {
         f"{name}, half clipped": settings | {"clip.max_norm": bound}
         for name, settings, bound in (
-            ("after", {"clip.mode": "after"}, 2.05),
+            ("after", {"clip.mode": "after"}, 1.98),
             ("before", {"clip.mode": "before"}, 2.75),
             ("bucket, equal", OVERLAP | {"clip.policy": "equal"}, 3.0),
             ("bucket, adaptive", OVERLAP, 2.75),
@@ -166,9 +166,18 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
             "optimizer.arguments": '{"betas": [0.9, 0.98, 0.9999]}',
         },
     },
+    # As many tokens in an update, 2 % apart at most.
+    "packing": {
+        "unpadded": {"batching.global_batch_size": 17},
+        "unpadded, random order": {
+            "batching.global_batch_size": 17,
+            "batching.strategy": "random",
+        },
+        "packed rows": {"batching.global_batch_size": 7, "batching.strategy": "packed"},
+    },
     "precision": {"bf16": {"precision": "bf16"}, "fp8": {"precision": "fp8"}},
 }
-ONE_RANK_TABLES = ("frozen", "precision")
+ONE_RANK_TABLES = ("frozen", "precision", "packing")
 LEARNING_RATES = {
     "LAMB": (5e-3, 1e-2, 2e-2),
     "LANS": (5e-3, 1e-2, 2e-2),
@@ -256,6 +265,7 @@ class Testbed:
                 "mlm_accuracy": end[-1]["mlm_accuracy"] if end else None,
                 "clipped_share": statistics.fmean(line["clipped_share"] or 0.0 for line in train),
                 "direction_kept": kept_in(run_dir),
+                "tokens": train[-1]["tokens"],
                 "training_loss": [round(line["loss"], 4) for line in train],
             }
             with replacing(path) as temporary:
@@ -322,6 +332,7 @@ def row_of(name: str, settings: dict[str, Any], runs: list[dict[str, Any]]) -> d
         "mlm_accuracy_of_seeds": accuracies,
         "clipped_share": statistics.fmean(run["clipped_share"] for run in runs),
         "direction_kept_of_seeds": [run.get("direction_kept") for run in runs],
+        "tokens_of_seeds": [run.get("tokens") for run in runs],
         "training_loss_of_seeds": [run["training_loss"] for run in runs],
     }
 

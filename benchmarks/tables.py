@@ -75,6 +75,7 @@ def page() -> str:
     sections = [
         speed_tables.operators(),
         speed_tables.pretraining_step(),
+        speed_tables.packing(),
         speed_tables.long_context(),
         speed_tables.versions(),
         speed_tables.hugging_face(),

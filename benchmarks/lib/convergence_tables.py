@@ -15,6 +15,7 @@ BASELINES = {
     "frozen": ONE_RANK,
     "precision": ONE_RANK,
     "bounds": "after, half clipped",
+    "packing": "unpadded",
 }
 TITLES = {
     "frozen": "A variance that stays as it is after the warm-up, without compression (one rank)",
@@ -25,6 +26,8 @@ TITLES = {
     "instead of 3)",
     "poison": "One of two ranks multiplies its gradient by 1,000,000 in every 25th update",
     "optimizers": "Optimizers (one rank), by the best of three or four learning rates",
+    "packing": "Sequences in rows of 128 tokens, which do not see each other, beside as many "
+    "tokens unpadded (one rank)",
     "precision": "Precision (one rank)",
 }
 
@@ -127,9 +130,14 @@ def _direction(row: dict[str, Any]) -> str:
     return "" if None in kept else f"{statistics.fmean(kept):.4f}"
 
 
+def _tokens(row: dict[str, Any]) -> str:
+    return f"{statistics.fmean(row['tokens_of_seeds']):,.0f}"
+
+
 # Columns of one table only.
 _MORE = {
     "bounds": {"clipped": lambda row: f"{row['clipped_share']:.0%}", "cosine": _direction},
+    "packing": {"tokens": _tokens},
 }
 
 
