@@ -6,7 +6,8 @@ r"""Which `clip.max_norm` suits a configuration: norms of its gradients by bucke
 Makes the first updates of the run with `clip.mode: bucket` and a bound that clips nothing, writes
 the norm of each bucket on each rank to `norms.json` in the run's folder, and prints for `before`
 and both policies of `bucket` the bound that clips --share of what they clip, and how much of a
-rank's direction is then left. The folder of the run must not have a checkpoint.
+rank's direction is then left. The first update does not count. The folder of the run must not have
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def bounds_for(share: float, norms: np.ndarray, weights: np.ndarray) -> dict[str
 
 
 def show(path: Path, share: float) -> None:
-    norms, weights = np.moveaxis(np.array(json.loads(path.read_text())), 2, 0)
+    # Without the first update, in which `adaptive` knows no norms yet.
+    norms, weights = np.moveaxis(np.array(json.loads(path.read_text())), 2, 0)[:, :, 1:]
     for bucket, found in enumerate(np.moveaxis(norms, -1, 0)):
         low, middle, high = np.quantile(found, (0.1, 0.5, 0.9))
         print(f"bucket {bucket}: norm {middle:.3f}, 8 of 10 from {low:.3f} to {high:.3f}")
@@ -116,6 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--share", type=float, default=0.5)
     options, rest = parser.parse_known_args(arguments)
+    if options.updates < 2 or not 0 < options.share < 1:
+        parser.error(
+            "--updates and --share: expected at least 2 and a number between 0 and 1, got "
+            f"{options.updates} and {options.share}"
+        )
     rest += ["--clip.mode", "bucket", "--clip.policy", "adaptive", "--clip.max_norm", str(NO_BOUND)]
     config, _ = read_config(rest)
     run_dir = Path(config.run_dir)
