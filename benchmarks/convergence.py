@@ -30,6 +30,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.clip_bound import kept_in, recorded
 from benchmarks.cluster import CONTENDERS, OVERLAP
 from benchmarks.lib import harness
 from benchmarks.lib.processes import RankPool, serve
@@ -88,6 +89,7 @@ def _one_bit(name: str, **arguments: Any) -> dict[str, Any]:
     return CONTENDERS[name] | _STEADY | given
 
 
+SMALL_BUCKETS = {"comm.bucket_mb": 0.25}  # 10 of them
 # After comm.start 2, 4, then 8 updates between exchanges, each for 60 updates.
 _LOCAL_STEPS = {"local_step_scaler": 60, "local_step_clipper": 8}
 # Of each table: a contender's settings in place of the testbed's.
@@ -130,6 +132,18 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
         "before": {"clip.mode": "before"},
         "bucket, equal": OVERLAP | {"clip.policy": "equal"},
     },
+    # Bounds that clip half of what each mode clips, by the norms of benchmarks.clip_bound.
+    "bounds": {
+        f"{name}, half clipped": settings | {"clip.max_norm": bound}
+        for name, settings, bound in (
+            ("after", {"clip.mode": "after"}, 1.98),
+            ("before", {"clip.mode": "before"}, 2.75),
+            ("bucket, equal", OVERLAP | {"clip.policy": "equal"}, 3.0),
+            ("bucket, adaptive", OVERLAP, 2.75),
+            ("bucket, equal, small", OVERLAP | {"clip.policy": "equal"} | SMALL_BUCKETS, 1.4),
+            ("bucket, adaptive, small", OVERLAP | SMALL_BUCKETS, 2.7),
+        )
+    },
     "poison": {
         f"{name}, poisoned": settings | {POISON: 1e6}
         for name, settings in (
@@ -152,8 +166,18 @@ TABLES: dict[str, dict[str, dict[str, Any]]] = {
             "optimizer.arguments": '{"betas": [0.9, 0.98, 0.9999]}',
         },
     },
+    # As many tokens in an update, 2 % apart at most.
+    "packing": {
+        "unpadded": {"batching.global_batch_size": 17},
+        "unpadded, random order": {
+            "batching.global_batch_size": 17,
+            "batching.strategy": "random",
+        },
+        "packed rows": {"batching.global_batch_size": 7, "batching.strategy": "packed"},
+    },
     "precision": {"bf16": {"precision": "bf16"}, "fp8": {"precision": "fp8"}},
 }
+ONE_RANK_TABLES = ("frozen", "precision", "packing")
 LEARNING_RATES = {
     "LAMB": (5e-3, 1e-2, 2e-2),
     "LANS": (5e-3, 1e-2, 2e-2),
@@ -189,7 +213,7 @@ def poisoned(factor: float) -> Iterator[None]:
 
 def work(job: dict[str, Any]) -> int:
     """One run on one rank; its exit code, 0 too where it has diverged."""
-    with poisoned(job["poison"]):
+    with poisoned(job["poison"]), recorded(Path(job["run_dir"]), STEPS["continued"]):
         try:
             return train_here(job["arguments"])
         except FloatingPointError:
@@ -224,7 +248,7 @@ class Testbed:
         path, run_dir = self.path(name, seed), self.run_dir(name, seed)
         settings = TESTBED | settings | {"run_dir": run_dir, "seed": seed}
         poison = settings.pop(POISON, 1.0)
-        job = {"arguments": as_arguments(settings), "poison": poison}
+        job = {"arguments": as_arguments(settings), "poison": poison, "run_dir": str(run_dir)}
         if not path.exists():
             if self._ranks is None:
                 command = [sys.executable, "-m", "benchmarks.convergence", WORKER]
@@ -232,16 +256,17 @@ class Testbed:
             if code := self._ranks.run(job):
                 raise SystemExit(f"{name} has failed with code {code}; its message is above")
             lines = read_json_lines(run_dir / "metrics.jsonl")
+            train = [line for line in lines if line["kind"] == "train"]
             end = [line for line in lines if line["kind"] == "evaluation"]
             found = {
                 "job": job,
                 "seed": seed,
                 "mlm_loss": end[-1]["mlm_loss"] if end else None,
                 "mlm_accuracy": end[-1]["mlm_accuracy"] if end else None,
-                "clipped_share": statistics.fmean(
-                    line["clipped_share"] or 0.0 for line in lines if line["kind"] == "train"
-                ),
-                "training_loss": [round(x["loss"], 4) for x in lines if x["kind"] == "train"],
+                "clipped_share": statistics.fmean(line["clipped_share"] or 0.0 for line in train),
+                "direction_kept": kept_in(run_dir),
+                "tokens": train[-1]["tokens"],
+                "training_loss": [round(line["loss"], 4) for line in train],
             }
             with replacing(path) as temporary:
                 temporary.write_text(json.dumps(found))
@@ -306,6 +331,8 @@ def row_of(name: str, settings: dict[str, Any], runs: list[dict[str, Any]]) -> d
         "mlm_accuracy": statistics.fmean(accuracies) if sound else None,
         "mlm_accuracy_of_seeds": accuracies,
         "clipped_share": statistics.fmean(run["clipped_share"] for run in runs),
+        "direction_kept_of_seeds": [run.get("direction_kept") for run in runs],
+        "tokens_of_seeds": [run.get("tokens") for run in runs],
         "training_loss_of_seeds": [run["training_loss"] for run in runs],
     }
 
@@ -384,9 +411,7 @@ def main() -> None:
                 if table == "optimizers":
                     search(one, name, settings, seed)
                 else:
-                    (one if table in ("frozen", "precision") else two).continued(
-                        name, seed, settings
-                    )
+                    (one if table in ONE_RANK_TABLES else two).continued(name, seed, settings)
                 write(options.folder)
     write(options.folder)
 

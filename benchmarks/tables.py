@@ -63,8 +63,9 @@ python -m benchmarks.one_bit              # compression to one bit a value, agai
 ```
 
 `benchmarks/bucket_size.py` measures which size of DDP's buckets is fastest on a cluster \
-([what to set](training/clusters.md#what-to-set)). sentence-transformers beside its other \
-backends: [embedding.md](embedding.md#measured). What still waits for a GPU: \
+([what to set](training/clusters.md#what-to-set)), `benchmarks/clip_bound.py` which bound a run's \
+gradients need ([clipping](training/gradients.md#clipping)). sentence-transformers beside its \
+other backends: [embedding.md](embedding.md#measured). What still waits for a GPU: \
 [development/gpu-queue.md](development/gpu-queue.md).
 """
 
@@ -74,6 +75,7 @@ def page() -> str:
     sections = [
         speed_tables.operators(),
         speed_tables.pretraining_step(),
+        speed_tables.packing(),
         speed_tables.long_context(),
         speed_tables.versions(),
         speed_tables.hugging_face(),

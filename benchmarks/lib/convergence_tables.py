@@ -10,13 +10,24 @@ from benchmarks.lib.report import Result, between, count, figures, read, section
 NO_DIFFERENCE = "no difference seen"
 ONE_RANK = "plain, one rank"
 # Other tables compare with `plain`.
-BASELINES = {"optimizers": "AdamW", "frozen": ONE_RANK, "precision": ONE_RANK}
+BASELINES = {
+    "optimizers": "AdamW",
+    "frozen": ONE_RANK,
+    "precision": ONE_RANK,
+    "bounds": "after, half clipped",
+    "packing": "unpadded",
+}
 TITLES = {
     "frozen": "A variance that stays as it is after the warm-up, without compression (one rank)",
     "sync": "What travels between the ranks (two of them)",
     "clipping": "How gradients are clipped (two ranks)",
+    "bounds": "Bounds by which each mode clips about half of its parts: averages with `after`, a "
+    "rank's gradients with `before`, its buckets with `bucket` (two ranks; small buckets are 10 "
+    "instead of 3)",
     "poison": "One of two ranks multiplies its gradient by 1,000,000 in every 25th update",
     "optimizers": "Optimizers (one rank), by the best of three or four learning rates",
+    "packing": "Sequences in rows of 128 tokens, which do not see each other, beside as many "
+    "tokens unpadded (one rank)",
     "precision": "Precision (one rank)",
 }
 
@@ -59,20 +70,23 @@ def convergence() -> str:
         if not found["tables"][title]:
             continue
         base = BASELINES.get(title, "plain")
-        members = [] if title == "optimizers" else [rows[base]]
-        members += found["tables"][title]
+        members = found["tables"][title]
+        if title not in BASELINES or base == ONE_RANK:
+            members = [rows[base], *members]
+        more = _MORE.get(title, {})
         lines = []
         for row in members:
             name, losses = row["contender"], row["mlm_loss_of_seeds"]
             shown = [name, _settings(row), str(len(losses))]
+            shown += [show(row) for show in more.values()]
             if row["mlm_loss"] is None:
                 lines.append([*shown, "diverged", "", "", ""])
                 continue
-            apart = "" if name in (base, "AdamW") else compared(found, name)
+            apart = "" if name == base else compared(found, name)
             shown += [f"{row['mlm_loss']:.3f}", between(losses, 3) if len(losses) > 1 else ""]
             lines.append([*shown, f"{row['mlm_accuracy']:.1%}", apart])
-        header = ["", "settings", "seeds", "held-out loss", "range of seeds"]
-        header += ["masked tokens right", "from the first row"]
+        header = ["", "settings", "seeds", *more]
+        header += ["held-out loss", "range of seeds", "masked tokens right", "from the first row"]
         parts += [f"{text}:", table(header, lines, text_columns=2)]
     return section(
         "What models learn",
@@ -91,6 +105,8 @@ def convergence() -> str:
         f"says *{NO_DIFFERENCE}*. The range of a row's own seeds may be larger. Rates are searched "
         "for in the table of optimizers alone: "
         f"{_of_the_rate(rows['AdamW'])}"
+        "*Cosine*: of the angle between a rank's gradient and what clipping leaves of it, the mean "
+        "over ranks and updates. "
         "So short a run, from weights that are already good, says what a "
         "method loses, not what it would gain in a long one.",
         source("convergence", found),
@@ -106,6 +122,23 @@ def _of_the_rate(adam: dict[str, Any]) -> str:
     return (
         f"with {best} AdamW ends {apart:.3f} lower, so differences of that size may be the rate's. "
     )
+
+
+def _direction(row: dict[str, Any]) -> str:
+    """How much of a rank's direction clipping has left; nothing where averages are clipped."""
+    kept = row["direction_kept_of_seeds"]
+    return "" if None in kept else f"{statistics.fmean(kept):.4f}"
+
+
+def _tokens(row: dict[str, Any]) -> str:
+    return f"{statistics.fmean(row['tokens_of_seeds']):,.0f}"
+
+
+# Columns of one table only.
+_MORE = {
+    "bounds": {"clipped": lambda row: f"{row['clipped_share']:.0%}", "cosine": _direction},
+    "packing": {"tokens": _tokens},
+}
 
 
 def _settings(row: dict[str, Any]) -> str:

@@ -124,6 +124,18 @@ def clipped() -> str:
     raise KeyError("1gbit")
 
 
+def packed() -> str:
+    """Packed rows beside a padded batch and unpadded sequences, of lengths as Wikipedia's."""
+    found = result("packing")["results"]
+    seconds = {x["contender"]: x["seconds"] for x in found if x["workload"] == "Wikipedia"}
+    rows = seconds["packed rows"]
+    return (
+        f"{seconds['padded'] / rows:.2f} times the tokens a second of the padded batch; unpadded "
+        f"{rows / seconds['plain unpadded']:.2f} times that of packed rows with the same modules, "
+        f"{rows / seconds['unpadded']:.2f} with this package's"
+    )
+
+
 def at_large_batch() -> str:
     found = result("tune")
     losses = {

@@ -88,7 +88,7 @@ class Peers(nn.Module):
             attention_mask=inputs.attention_mask,
         ).last_hidden_state
         masked = hidden.flatten(0, 1).index_select(0, inputs.masked_positions)
-        return self._loss(masked, hidden[:, 0], inputs)
+        return self.loss(masked, hidden[:, 0], inputs)
 
     def unpadded(self, inputs: PackedInputs, attend: Attend) -> Tensor:
         bert, batch = self.model.bert, inputs.batch
@@ -100,9 +100,9 @@ class Peers(nn.Module):
         for layer in bert.encoder.layer:
             hidden = unpadded_layer(layer, hidden, batch, attend)
         first = hidden.index_select(0, batch.cu_seqlens[:-1])
-        return self._loss(hidden.index_select(0, inputs.masked_positions), first, inputs)
+        return self.loss(hidden.index_select(0, inputs.masked_positions), first, inputs)
 
-    def _loss(self, masked: Tensor, first: Tensor, inputs: PackedInputs | PaddedInputs) -> Tensor:
+    def loss(self, masked: Tensor, first: Tensor, inputs: PackedInputs | PaddedInputs) -> Tensor:
         cls = self.model.cls
         logits = cls.predictions(masked)
         nsp = cls.seq_relationship(self.model.bert.pooler(first[:, None]))

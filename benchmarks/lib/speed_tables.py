@@ -255,6 +255,32 @@ def optimizers() -> str:
     )
 
 
+def packing() -> str:
+    found = read("packing")
+    if found is None:
+        return ""
+    rows = []
+    for x in found["results"]:
+        row = [x["contender"], f"{x['workload']}, at most {x['row_tokens']}"]
+        row += [f"{x['tokens']:,}", f"{x['computed']:,}", f"{x['tokens_per_second']:,.0f}"]
+        rows.append([*row, f"{x['ours_faster_by']:.2f}x"])
+    header = ["", "lengths", "tokens", "places computed", "tokens/s of a core", "ours is faster by"]
+    return section(
+        "Packing beside unpadding",
+        f"A training step of BERT-{found['size']} in fp32 on the same "
+        f"{found['results'][0]['sequences']} sequences: forward, backward and AdamW. Packed rows "
+        "hold several sequences, by best fit, and are computed whole with a mask by which none "
+        "sees another (Krell et al., 2021); they and the padded batch are Hugging Face's model "
+        "with sdpa, logits at masked tokens only; *plain unpadded* is its modules on packed tokens "
+        "with one sdpa call a sequence. Seconds are CPU time of one thread, medians of "
+        f"{len(found['results'][0]['rounds'])} rounds in turns. `batching.strategy: packed` fills "
+        "rows the same way, but computes them as unpadded sequences. [What models learn "
+        "from them](#what-models-learn).",
+        source("packing", found),
+        table(header, rows, text_columns=2),
+    )
+
+
 def memory() -> str:
     found = read("memory")
     if found is None:
