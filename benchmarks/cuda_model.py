@@ -80,7 +80,7 @@ def predict(architectures: list[str], compared: list[str], command: str) -> dict
         result["blocks"] += cases.blocks(model, ours, flash)
         result["passes"] += cases.passes(model, ours, flash)
         if flash is not None and name == "H100":
-            result["published"] = cases.check_published(model, flash)
+            result["published"] = cases.check_published(model, ours, flash)
     return result
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.lib.cuda_model_cases import WGMMA, wikipedia_mix
+from benchmarks.lib.gpu_rates import RANGES, Rates
 from benchmarks.lib.report import commands, table
 from benchmarks.lib.step_products import (
     HIDDEN,
@@ -44,25 +45,7 @@ PRODUCT_RATE = 650e12
 PRODUCTS = "matrix products"
 
 
-class Rates(NamedTuple):
-    """What a sum depends on besides what is counted."""
-
-    products: float
-    """FLOP/s."""
-    memory: float
-    """Bytes a second."""
-    gap: float
-    """Seconds between two kernels."""
-    clock: float
-    """Hz, which attention's times are counted in."""
-
-
 MODEL = Rates(PRODUCT_RATE, H100.dram, H100.kernel_seconds, H100.clock)
-# A slow and a fast end of each, assumed.
-RANGES = {
-    "H100": (Rates(560e12, 2.4e12, 2.5e-6, 1.41e9), Rates(680e12, 3.0e12, 0.75e-6, 1.755e9)),
-    "H200": (Rates(560e12, 3.5e12, 2.5e-6, 1.41e9), Rates(680e12, 4.3e12, 0.75e-6, 1.755e9)),
-}
 # Rows of partial sums of LayerNorm's backward pass, see docs/development/column-sums.md.
 PARTIAL_ROWS = 132 + 11
 
