@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.encoder_steps import TOKENS, all_attention
 from benchmarks.lib.gpu_rates import RANGES
 from bert_unpad.batch import VarlenBatch
 from bert_unpad.data.sampling.histogram import wikipedia_lengths
@@ -114,6 +115,20 @@ def check_published(model: Model, ours: dict[str, Any], flash: Any) -> list[dict
         for name, run in (("predicted_range", stages), ("ours_range", own)):
             row[name] = [products / end for end in ranges(model, run)["H100"]]
         rows.append(row)
+    return rows
+
+
+def encoders(model: Model, ours: dict[str, Any]) -> list[dict[str, Any]]:
+    """What attention takes in the steps of benchmarks/lib/encoder_steps.py, with wgmma."""
+    rows = []
+    for kind in all_attention():
+        lengths = (kind.length,) * (TOKENS // kind.length)
+        batch = Batch(lengths, kind.heads, window=kind.window)
+        forward = attention_wgmma.forward(ours, batch, 0.0)
+        backward = attention_wgmma.backward(ours, batch, 0.0, model.architecture)
+        found = {"forward_seconds": forward, "backward_seconds": backward}
+        times = {name: seconds(model, stages)[0] for name, stages in found.items()}
+        rows.append(kind._asdict() | times)
     return rows
 
 

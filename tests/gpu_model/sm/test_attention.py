@@ -129,6 +129,23 @@ def test_launches_of_kernels_with_wgmma():
         assert stage.bytes == 450 * 2 * (6 * 128 + 8)
 
 
+def test_windows_go_to_kernels_of_one_warpgroup_with_kinds_by_place():
+    kernel = Kernel(function(["EXIT"]), 32, 0, PARAMETERS)
+    available = dict.fromkeys(attention_wgmma.kernel_names(), kernel)
+    batch = Batch((640,), 16, window=64)
+    (stage,) = attention_wgmma.forward(available, batch, 0.0)
+    (launch,) = stage.launches
+    assert (launch.grid[0], launch.threads, launch.shared) == (16 * 10, 128, 49152)
+    # How many tiles are before and after it, as far as a window reaches.
+    assert [kind[4:] for kind in launch.kinds[:10]] == [
+        *((0, 2), (1, 2)), *[(2, 2)] * 6, *((2, 1), (2, 0)),
+    ]  # fmt: skip
+    given = attention._Launch.from_buffer_copy(launch.parameters)
+    assert (given.window_left, given.window_right) == (64, 64)
+    sms = dataclasses.replace(H100, sms=1)
+    assert len(attention_wgmma.backward(available, batch, 0.0, sms)) == 2
+
+
 def test_names():
     name = attention.kernel_name("attention_forward_kernel", 64, 2, True, False)
     assert name == (
