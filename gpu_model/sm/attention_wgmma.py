@@ -41,13 +41,12 @@ def backward_shared(groups: int, longest: int) -> int:
 
 def backward_is_fused(batch: Batch, architecture: Architecture) -> bool:
     """wgmma_backward_is_fused of csrc/attention/choice.h."""
-    longest = max(batch.lengths, default=0)
-    return (
-        batch.window < 0
-        and len(batch.lengths) * batch.heads >= architecture.sms
-        and longest <= 1024
-        and backward_shared(backward_groups(longest), longest) <= architecture.block_shared
-    )
+    longest, sequences, sms = max(batch.lengths, default=0), len(batch.lengths), architecture.sms
+    fits = backward_shared(backward_groups(longest), longest) <= architecture.block_shared
+    alike = batch.tokens == sequences * longest
+    rounds = -(-sequences * batch.heads // sms) if alike and longest > 256 else 1
+    filled = 3 * batch.tokens * batch.heads >= 2 * rounds * sms * longest
+    return batch.window < 0 and longest <= 1024 and fits and filled
 
 
 def forward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> list[Stage]:
