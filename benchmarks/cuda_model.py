@@ -71,7 +71,7 @@ def predict(architectures: list[str], compared: list[str], command: str) -> dict
         "nvcc": nvcc_version(),
         "flash_attention": flash_build.VERSION if compared else None,
         "constants": cases.constants(),
-        **{"blocks": [], "passes": [], "published": []},
+        **{"blocks": [], "passes": [], "published": [], "encoders": []},
     }
     for name in architectures:
         model = cases.Model(ARCHITECTURES[name])
@@ -79,8 +79,10 @@ def predict(architectures: list[str], compared: list[str], command: str) -> dict
         flash = FlashAttention(FLASH, ARCHS[name][1]) if name in compared else None
         result["blocks"] += cases.blocks(model, ours, flash)
         result["passes"] += cases.passes(model, ours, flash)
+        if name == "H100":
+            result["encoders"] = cases.encoders(model, ours)
         if flash is not None and name == "H100":
-            result["published"] = cases.check_published(model, flash)
+            result["published"] = cases.check_published(model, ours, flash)
     return result
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.cuda_step                                       # prints the sum
     python -m benchmarks.cuda_step --table docs/development/cuda-step.md # writes the page
+    python -m benchmarks.cuda_step --encoders docs/development/encoder-steps.md
 
 Attention's times are those of benchmarks/results/model/attention.json (benchmarks/cuda_model.py).
 The other kernels are limited by memory: their time is that of the bytes that they have to read and
@@ -16,10 +17,13 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from benchmarks.lib import encoder_steps
 from benchmarks.lib.cuda_model_cases import WGMMA, wikipedia_mix
+from benchmarks.lib.gpu_rates import RANGES, Rates
 from benchmarks.lib.report import commands, table
+from benchmarks.lib.step_parts import MODEL, PRODUCT_RATE, PRODUCTS, Part, memory, sum_at
 from benchmarks.lib.step_products import (
     HIDDEN,
     INNER,
@@ -38,63 +42,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 ATTENTION = RESULTS / "model" / "attention.json"
 BATCH = f"{SEQUENCES} of Wikipedia"
 MATRIX_WEIGHTS = 4 * HIDDEN**2 + 2 * HIDDEN * INNER  # of a layer
-# Multiply-adds count as two operations. Assumed for products of these sizes: two thirds of the
-# peak rate of 16-bit products (989 TFLOP/s, NVIDIA's data sheet of the H100 SXM5).
-PRODUCT_RATE = 650e12
-PRODUCTS = "matrix products"
-
-
-class Rates(NamedTuple):
-    """What a sum depends on besides what is counted."""
-
-    products: float
-    """FLOP/s."""
-    memory: float
-    """Bytes a second."""
-    gap: float
-    """Seconds between two kernels."""
-    clock: float
-    """Hz, which attention's times are counted in."""
-
-
-MODEL = Rates(PRODUCT_RATE, H100.dram, H100.kernel_seconds, H100.clock)
-# A slow and a fast end of each, assumed.
-RANGES = {
-    "H100": (Rates(560e12, 2.4e12, 2.5e-6, 1.41e9), Rates(680e12, 3.0e12, 0.75e-6, 1.755e9)),
-    "H200": (Rates(560e12, 3.5e12, 2.5e-6, 1.41e9), Rates(680e12, 4.3e12, 0.75e-6, 1.755e9)),
-}
 # Rows of partial sums of LayerNorm's backward pass, see docs/development/column-sums.md.
 PARTIAL_ROWS = 132 + 11
-
-
-class Part(NamedTuple):
-    name: str
-    launches: int
-    seconds: float  # without the time between kernels
-    why: str
-
-    def at(self, rates: Rates) -> float:
-        """Seconds with the time between kernels, of which attention's times have their own."""
-        if self.name == PRODUCTS:
-            scale = MODEL.products / rates.products
-        elif self.launches:
-            scale = MODEL.memory / rates.memory
-        else:
-            scale = MODEL.clock / rates.clock
-        return scale * self.seconds + self.launches * rates.gap
-
-    @property
-    def whole(self) -> float:
-        return self.at(MODEL)
-
-    @property
-    def row(self) -> list[str]:
-        return [self.name, self.why, str(self.launches), f"{1e3 * self.whole:.2f}"]
-
-
-def memory(name: str, launches: int, moved: float, why: str) -> Part:
-    """Kernels that read and write so many bytes in all."""
-    return Part(name, launches, moved / H100.dram, why)
 
 
 def parts() -> Iterator[Part]:
@@ -163,11 +112,6 @@ def parts() -> Iterator[Part]:
         (4 + 12) * (weights - matrices),
         "set to zero, then read and added to; those of matrices are written by products",
     )
-
-
-def sum_at(rates: Rates, counted: list[Part]) -> float:
-    """Seconds of a step."""
-    return sum(part.at(rates) for part in counted)
 
 
 def ranges(counted: list[Part]) -> str:
@@ -379,16 +323,28 @@ def render() -> str:
     return f"{head}\n{table(columns, rows, 2)}\n{overlapped(counted)}{FP8}\n{eight_bits}\n{beside}"
 
 
+def encoder_records() -> tuple[list[dict[str, Any]], dict[str, dict[int, float]]]:
+    """What attention takes in other encoders' steps, and what GPUs measured of such a step."""
+    measured = {}
+    for path in sorted(RESULTS.glob("*/packed_tokens.json")):
+        report = json.loads(path.read_text())
+        gpu = next(name for name in RANGES if name in report["machine"]["gpu"])
+        rows = [row for row in report["results"] if row["contender"] == "bert_unpad"]
+        measured[gpu] = {row["length"]: row["tokens_per_second"] for row in rows}
+    return json.loads(ATTENTION.read_text())["encoders"], measured
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--table", type=Path, metavar="FILE", help="write a Markdown page")
+    parser.add_argument("--encoders", type=Path, metavar="FILE", help="of ModernBERT and ESM-2")
     args = parser.parse_args()
-    page = render()
+    page = render() if args.encoders is None else encoder_steps.render(*encoder_records())
     print(page)
-    if args.table:
-        temporary = args.table.with_suffix(".tmp")
+    if file := args.encoders or args.table:
+        temporary = file.with_suffix(".tmp")
         temporary.write_text(page)
-        temporary.replace(args.table)
+        temporary.replace(file)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from tests.support.processes import TIMEOUT
 
 SETTINGS = {
     "device": "cpu",
+    "cuda_graphs": "false",
     "rank_timeout": str(TIMEOUT),
     "precision": "fp32",
     "data.max_seq_length": "24",

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.encoder_steps import TOKENS, all_attention
+from benchmarks.lib.gpu_rates import RANGES
 from bert_unpad.batch import VarlenBatch
 from bert_unpad.data.sampling.histogram import wikipedia_lengths
 from gpu_model.sm import attention, attention_wgmma, flow
@@ -61,18 +63,24 @@ def batches() -> dict[str, Batch]:
 
 @dataclass(frozen=True)
 class Published:
-    """FlashAttention-2's speed without dropout, sequences of one length, 32 heads of 64, 16k
-    tokens; TFLOP/s."""
+    """Speeds without dropout, sequences of one length, 32 heads of 64, 16k tokens; TFLOP/s."""
 
     direction: str  # forward or backward
     length: int
     value: float
+    """FlashAttention-2's."""
+    cudnn: float
+    flash_3: float
 
 
 # Shah et al., "FlashAttention-3", 2024, arXiv:2407.08608, figures 5 and 6: H100 80GB SXM5.
 PUBLISHED = [
-    *(Published("forward", n, value) for n, value in ((512, 282), (1024, 306), (2048, 318))),
-    *(Published("backward", n, value) for n, value in ((512, 198), (1024, 238), (2048, 264))),
+    Published("forward", 512, 282, 335, 333),
+    Published("forward", 1024, 306, 373, 392),
+    Published("forward", 2048, 318, 395, 460),
+    Published("backward", 512, 198, 266, 272),
+    Published("backward", 1024, 238, 348, 363),
+    Published("backward", 2048, 264, 395, 422),
 ]
 
 
@@ -81,15 +89,46 @@ def seconds(model: Model, stages: list[Stage]) -> tuple[float, list[Prediction]]
     return sum(part.seconds for part in parts), parts
 
 
-def check_published(model: Model, flash: Any) -> list[dict[str, Any]]:
-    """Published figures beside the model's."""
+def ranges(model: Model, stages: list[Stage]) -> dict[str, tuple[float, float]]:
+    """Seconds at the slow and at the fast end of the GPUs that have the model's multiprocessors."""
+    if model.architecture.name not in RANGES:
+        return {}
+    return {
+        gpu: tuple(seconds(model.at(x.clock, x.memory, x.gap), stages)[0] for x in ends)
+        for gpu, ends in RANGES.items()
+    }
+
+
+def check_published(model: Model, ours: dict[str, Any], flash: Any) -> list[dict[str, Any]]:
+    """Published figures beside the model's: TFLOP/s, and ranges of these."""
     rows = []
     for point in PUBLISHED:
         batch = Batch((point.length,) * (16384 // point.length), 32)
-        forward = point.direction == "forward"
-        stages = (flash.forward if forward else flash.backward)(batch, 0.0, even=True)
-        predicted = PRODUCTS[point.direction] * batch.products / seconds(model, stages)[0] / 1e12
-        rows.append(asdict(point) | {"predicted": predicted})
+        if point.direction == "forward":
+            stages = flash.forward(batch, 0.0, even=True)
+            own = attention_wgmma.forward(ours, batch, 0.0)
+        else:
+            stages = flash.backward(batch, 0.0, even=True)
+            own = attention_wgmma.backward(ours, batch, 0.0, model.architecture)
+        products = PRODUCTS[point.direction] * batch.products / 1e12
+        row = asdict(point) | {"predicted": products / seconds(model, stages)[0]}
+        for name, run in (("predicted_range", stages), ("ours_range", own)):
+            row[name] = [products / end for end in ranges(model, run)["H100"]]
+        rows.append(row)
+    return rows
+
+
+def encoders(model: Model, ours: dict[str, Any]) -> list[dict[str, Any]]:
+    """What attention takes in the steps of benchmarks/lib/encoder_steps.py, with wgmma."""
+    rows = []
+    for kind in all_attention():
+        lengths = (kind.length,) * (TOKENS // kind.length)
+        batch = Batch(lengths, kind.heads, window=kind.window)
+        forward = attention_wgmma.forward(ours, batch, 0.0)
+        backward = attention_wgmma.backward(ours, batch, 0.0, model.architecture)
+        found = {"forward_seconds": forward, "backward_seconds": backward}
+        times = {name: seconds(model, stages)[0] for name, stages in found.items()}
+        rows.append(kind._asdict() | times)
     return rows
 
 
@@ -122,9 +161,11 @@ def passes(model: Model, ours: dict[str, Any], flash: Any | None) -> list[dict[s
     for name, batch in batches().items():
         for dropout_p in (0.0, 0.1):
             for contender, (forward, backward) in contenders.items():
-                times = {}
+                times: dict[str, Any] = {}
                 for label, run in (("forward", forward), ("backward", backward)):
-                    total, parts = seconds(model, run(batch, dropout_p))
+                    stages = run(batch, dropout_p)
+                    total, parts = seconds(model, stages)
+                    times[f"{label}_ranges"] = ranges(model, stages)
                     times[f"{label}_seconds"] = total
                     main = max(parts, key=lambda part: part.seconds)
                     times[f"{label}_bound"] = main.bound

@@ -66,12 +66,14 @@ struct BackwardChoice {
 BackwardChoice choose_backward(const AttentionCudaParams& args, const AttentionCudaBias& bias,
                                const AttentionDevice& device) {
   const bool whole = takes_whole_heads(args, bias);
-  const int sequences = args.sequences, heads = args.heads;
-  if (wgmma_wanted(kBackwardOp) && has_wgmma(args.dtype, args.head_dim, device))
-    return {true,
-            whole && wgmma_backward_is_fused(sequences, heads, args.max_q, args.max_k, device)};
-  return {false, whole && backward_is_fused(sequences, heads, args.max_q, args.max_k, args.head_dim,
-                                            device)};
+  const int sequences = args.sequences, heads = args.heads, max_q = args.max_q, max_k = args.max_k;
+  const bool mma_fused =
+      whole && backward_is_fused(sequences, heads, max_q, max_k, args.head_dim, device);
+  if (!wgmma_wanted(kBackwardOp) || !has_wgmma(args.dtype, args.head_dim, device))
+    return {false, mma_fused};
+  const bool fused =
+      whole && wgmma_backward_is_fused(sequences, args.q_tokens, heads, max_q, max_k, device);
+  return {!(fused && mma_fused && mma_backward_is_faster(max_q, max_k)), fused};
 }
 
 }  // namespace

@@ -58,12 +58,12 @@ BU_EXPORT int attention_plan(int64_t sequences, int64_t heads, int64_t max_q, in
   });
 }
 
-BU_EXPORT int attention_wgmma_plan(int64_t sequences, int64_t heads, int64_t max_q, int64_t max_k,
-                                   int64_t sms, int64_t shared_bytes, int64_t* out) {
+BU_EXPORT int attention_wgmma_plan(int64_t sequences, int64_t tokens, int64_t heads, int64_t max_q,
+                                   int64_t max_k, int64_t sms, int64_t shared_bytes, int64_t* out) {
   return bert_unpad::block_model::guarded([&] {
     const int q = static_cast<int>(max_q), k = static_cast<int>(max_k);
     out[0] = bert_unpad::wgmma_backward_is_fused(
-        static_cast<int>(sequences), static_cast<int>(heads), q, k,
+        static_cast<int>(sequences), tokens, static_cast<int>(heads), q, k,
         {static_cast<int>(sms), static_cast<uint32_t>(shared_bytes), 90});
     out[1] = bert_unpad::wgmma_backward_groups(k);
     out[2] = bert_unpad::wgmma_backward_bytes(q, k);

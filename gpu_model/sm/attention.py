@@ -66,6 +66,8 @@ class Batch:
     head_dim: int = 64
     order: tuple[int, ...] = ()
     groups: tuple[tuple[int, int], ...] = ()
+    window: int = -1
+    """Keys on each side that a query sees; -1: all."""
 
     @property
     def tokens(self) -> int:
@@ -158,8 +160,17 @@ def _parameters(
     cu, order = address(1), address(2)
     launch = _Launch(
         *(BF16, h, h, d, len(batch.lengths), 4, tokens, tokens, longest, longest, 1 / math.sqrt(d)),
-        *(keep, address(3) if dropout_p else None, cu, cu, order if batch.order else None, -1, -1),
-        *(None, packed(4, 3), packed(5, 3), packed(6, 3), packed(7, 1), packed(8, 1)),
+        *(keep, address(3) if dropout_p else None, cu, cu, order if batch.order else None),
+        *(
+            batch.window,
+            batch.window,
+            None,
+            packed(4, 3),
+            packed(5, 3),
+            packed(6, 3),
+            packed(7, 1),
+            packed(8, 1),
+        ),
         *(packed(9, 1), packed(10, 3), packed(11, 3), packed(12, 3), address(13), address(14)),
         *(address(15), first, tiles, 1),
     )
@@ -173,7 +184,8 @@ def _parameters(
 
 def _kinds(batch: Batch, sequences: Sequence[int], tiles: int, rows: int) -> list[tuple[int, ...]]:
     """Of blocks that take `rows` rows of a head each (0 = all): groups of their rows and of keys,
-    whether the sequence's number has to be loaded first, and whether what was loaded is checked."""
+    whether the sequence's number has to be loaded first, and whether what was loaded is checked;
+    with a window also how near the sequence's ends they are."""
     found = []
     for sequence in sequences:
         length = batch.lengths[sequence]
@@ -182,7 +194,11 @@ def _kinds(batch: Batch, sequences: Sequence[int], tiles: int, rows: int) -> lis
                 mine = length if rows == 0 else min(max(length - rows * tile, 0), rows)
                 keys = -(-length // QUANTUM) if mine else 0
                 checks = bool(batch.order) and tile == head == 0
-                found.append((-(-mine // QUANTUM), keys, bool(batch.order), checks))
+                kind = (-(-mine // QUANTUM), keys, bool(batch.order), checks)
+                if batch.window >= 0 and rows:
+                    after, near = (length - 1) // rows - tile, 1 + batch.window // rows
+                    kind += (min(tile, near), min(after, near))
+                found.append(kind)
     return found
 
 

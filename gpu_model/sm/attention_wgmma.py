@@ -1,6 +1,6 @@
 """The launches of csrc/attention's kernels with wgmma for a batch, as attention.py has them of the
-others: what attention_d64_sm90a.cu starts on an H100. bf16, head dimension 64, no windows, as many
-heads of keys as of queries."""
+others: what attention_d64_sm90a.cu starts on an H100. bf16, head dimension 64, as many heads of
+keys as of queries."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from gpu_model.sm.attention import Batch, kernel_name, launch_of, split_stages
 from gpu_model.sm.kernel import Kernel, Stage
 
 TILE = 64 * 64 * 2  # bytes of 64 rows
+HALVES = ("dq", "keys")  # of the backward pass by two kernels
 
 
 def backward_name(groups: int, dropout: bool) -> str:
@@ -21,9 +22,9 @@ def backward_name(groups: int, dropout: bool) -> str:
     )
 
 
-def forward_groups(max_q: int) -> int:
+def forward_groups(max_q: int, window: int) -> int:
     """Warpgroups of a block, as attention_d64_sm90a.cu has them."""
-    return 2 if max_q > 64 else 1
+    return 2 if max_q > 64 and window < 0 else 1
 
 
 def backward_groups(max_k: int) -> int:
@@ -40,20 +41,21 @@ def backward_shared(groups: int, longest: int) -> int:
 
 def backward_is_fused(batch: Batch, architecture: Architecture) -> bool:
     """wgmma_backward_is_fused of csrc/attention/choice.h."""
-    longest = max(batch.lengths, default=0)
-    return (
-        len(batch.lengths) * batch.heads >= architecture.sms
-        and longest <= 1024
-        and backward_shared(backward_groups(longest), longest) <= architecture.block_shared
-    )
+    longest, sequences, sms = max(batch.lengths, default=0), len(batch.lengths), architecture.sms
+    fits = backward_shared(backward_groups(longest), longest) <= architecture.block_shared
+    alike = batch.tokens == sequences * longest
+    rounds = -(-sequences * batch.heads // sms) if alike and longest > 256 else 1
+    filled = 3 * batch.tokens * batch.heads >= 2 * rounds * sms * longest
+    return batch.window < 0 and longest <= 1024 and fits and filled
 
 
 def forward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> list[Stage]:
     """The launches of a forward pass."""
     found = []
     for run in batch.runs:
-        groups = forward_groups(run[2])
-        name = kernel_name("attention_forward_wgmma_kernel", groups, dropout_p > 0, False)
+        groups = forward_groups(run[2], batch.window)
+        flags = (dropout_p > 0, batch.window >= 0)
+        name = kernel_name("attention_forward_wgmma_kernel", groups, *flags)
         shared = 2 * TILE * (3 if groups == 1 else 4)
         found.append(
             launch_of(available, batch, dropout_p, name, 128 * groups, shared, run, 64 * groups)
@@ -101,7 +103,10 @@ def kernel_names() -> list[str]:
             backward_name(groups, dropout),
         )
     ] + [
-        kernel_name(f"attention_backward_{half}_wgmma_kernel", dropout)
+        name
         for dropout in (False, True)
-        for half in ("dq", "keys")
+        for name in (
+            kernel_name("attention_forward_wgmma_kernel", 1, dropout, True),
+            *(kernel_name(f"attention_backward_{half}_wgmma_kernel", dropout) for half in HALVES),
+        )
     ]

@@ -11,7 +11,7 @@ import heapq
 import re
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from gpu_model.sm.architectures import Architecture
@@ -129,6 +129,13 @@ class Model:
     def __init__(self, architecture: Architecture):
         self.architecture = architecture
         self._blocks: dict[tuple[str, Hashable, int], Result] = {}
+
+    def at(self, clock: float, dram: float, kernel_seconds: float) -> Model:
+        """The same at other rates. Both keep the cycles of blocks that either has seen."""
+        rates = {"clock": clock, "dram": dram, "kernel_seconds": kernel_seconds}
+        other = Model(replace(self.architecture, **rates))
+        other._blocks = self._blocks
+        return other
 
     def occupancy(self, launch: Launch) -> Occupancy:
         shared = launch.kernel.shared + launch.shared

@@ -58,6 +58,29 @@ def test_published_figures_are_met(record):
     assert abs(np.mean(errors)) < 0.05
 
 
+def test_a_range_has_the_constants_that_its_ends_are_of(record):
+    """Slow ends are slower; an H200 is an H100 with more memory bandwidth; an A100 has none."""
+    for row in record["passes"]:
+        for name in ("forward", "backward"):
+            found = row[f"{name}_ranges"]
+            if row["architecture"] == "A100":
+                assert found == {}
+                continue
+            for gpu in ("H100", "H200"):
+                slow, fast = found[gpu]
+                assert 1.1 * fast < slow < 1.4 * fast
+            assert all(b < a for a, b in zip(found["H100"], found["H200"], strict=True))
+
+
+def test_peers_that_are_not_in_the_model_stand_beside_it(record):
+    """In the order of arXiv:2407.08608's figures: FlashAttention-3 and cuDNN beat version 2."""
+    for row in record["published"]:
+        assert row["value"] < min(row["cudnn"], row["flash_3"])
+        slow, fast = row["ours_range"]
+        text = f"| {row['cudnn']} | {row['flash_3']} | {slow:.0f} to {fast:.0f} |"
+        assert text in PAGE.read_text()
+
+
 def test_the_record_is_of_these_kernels(record, kernels):
     """Where the same nvcc built them: another one makes other machine code."""
     if cuda_model.nvcc_version() != record["nvcc"]:

@@ -6,11 +6,13 @@ import re
 import pytest
 
 from benchmarks import cuda_step
+from benchmarks.lib import encoder_steps
 from benchmarks.lib.step_products import layers
 from gpu_model.sm.architectures import H100
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "development" / "cuda-step.md"
+ENCODERS = ROOT / "docs" / "development" / "encoder-steps.md"
 
 
 def test_the_page_is_that_of_the_recorded_predictions():
@@ -71,3 +73,26 @@ def test_calibrations_are_found_beside_other_results(tmp_path, monkeypatch):
         (tmp_path / name / file).write_text(json.dumps({"name": name}))
     monkeypatch.setattr(cuda_step, "RESULTS", tmp_path)
     assert [x["name"] for x in cuda_step.calibrations()] == ["nvidia-a", "nvidia-b"]
+
+
+def test_the_page_of_other_encoders_is_that_of_the_records():
+    assert ENCODERS.read_text() == encoder_steps.render(*cuda_step.encoder_records())
+
+
+def test_what_was_measured_of_a_modernbert_lies_within_its_range():
+    found = [
+        [float(x.replace(",", "")) for x in re.findall(r"[\d,.]+", f"{span} {measured}")]
+        for name, span, measured in re.findall(
+            r"\| (ModernBERT-base) \|.*?\*\*(.*?)\*\* \| \S+ \| ([\d,.]+) \|", ENCODERS.read_text()
+        )
+    ]
+    assert len(found) == 4
+    assert all(low < measured < high for low, high, measured in found)
+
+
+def test_layers_with_windows_take_windows():
+    base = encoder_steps.ENCODERS[0]
+    kinds = encoder_steps.attention_of(base, 1024)
+    assert kinds == {(12, 1024, -1): 8, (12, 1024, 64): 14}
+    esm = encoder_steps.attention_of(encoder_steps.ENCODERS[2], 1024)
+    assert esm == {(20, 1024, -1): 33}

@@ -25,7 +25,7 @@ from tests.support.attention_cases import (
     with_gradients,
 )
 from tests.support.backends import OnTheModel
-from tests.support.model_attention import model, readable_part
+from tests.support.model_attention import model, readable_part, wgmma_plan
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.seeds import derived
 
@@ -135,14 +135,20 @@ def test_reading_beyond_a_buffer_is_caught(
 
 
 def test_which_launches_take_it(on_model: OnTheModel) -> None:
-    """Those with ldmatrix are of the other kernels: on other devices, in other head dims."""
+    """Those with ldmatrix are of the other kernels: on other devices, in other head dims, and of
+    backward passes whose longest sequence has 65 to 128 tokens."""
 
-    def other_kernels(backward: bool = False, max_seqlen: int = 5, **options: Any) -> bool:
-        case = Case([5], **{"heads": 1, "kv_heads": 1} | options)
+    def other_kernels(
+        backward: bool = False, max_seqlen: int = 5, length: int = 5, queries: int | None = None,
+        **options: Any,
+    ) -> bool:  # fmt: skip
+        q_lengths = None if queries is None else [queries]
+        case = Case([length], q_lengths, **{"heads": 1, "kv_heads": 1} | options)
         inputs = case.inputs(BF16)
         model().statistics(reset=True)
         if backward:
-            run = lambda x: case.ours(x, max_seqlen=max_seqlen)  # noqa: E731
+            more = {"max_seqlen": max_seqlen} if queries is None else {}
+            run = lambda x: case.ours(x, **more)  # noqa: E731
             with_gradients(run, inputs, case.dout(BF16))
         else:
             case.ours(inputs)
@@ -157,9 +163,34 @@ def test_which_launches_take_it(on_model: OnTheModel) -> None:
     for head_dim in (32, 96, 128):
         assert other_kernels(head_dim=head_dim)
     assert not other_kernels(backward=True, max_seqlen=5000)
+    for length, other in ((64, False), (65, True), (128, True), (129, False)):
+        assert other_kernels(backward=True, max_seqlen=length, length=length) == other
+    for length, queries in ((129, 100), (100, 129)):
+        assert not other_kernels(backward=True, length=length, queries=queries)
+    assert not other_kernels(max_seqlen=100, length=100)
+    assert not other_kernels(backward=True, max_seqlen=100)  # too few tokens for a fused kernel
+    assert not other_kernels(backward=True, max_seqlen=100, length=100, window=(1, 1))
     on_model.multiprocessors = SPLIT
+    assert not other_kernels(backward=True, max_seqlen=100, length=100)
     for options in ({}, {"window": (1, 1)}, bias):
         assert not other_kernels(backward=True, **options)
     on_model.multiprocessors = FUSED
     for on_model.capability in ((8, 0), MMA):
         assert other_kernels()
+
+
+def test_rounds_of_whole_heads() -> None:
+    """16 heads on 132 multiprocessors. By the model of an SM, without dropout: 8 sequences of 512
+    tokens take 60 us in one kernel and 77 in two, 9 take 113 and 87, 16 take 115 and 146."""
+
+    def fused(lengths: list[int], longest: int) -> bool:
+        sizes = (len(lengths), sum(lengths), 16, longest, longest, 132, 227 * 1024)
+        return wgmma_plan(*sizes)[0]
+
+    alike = {n for n in range(1, 30) if fused([512] * n, 512)}
+    assert alike == {6, 7, 8, *range(11, 30)}
+    # Two kernels gain nothing from short blocks' last round.
+    assert {n for n in range(1, 30) if fused([256] * n, 256)} == set(range(6, 30))
+    # Blocks of unequal length fill rounds: what counts is how many long ones all tokens make.
+    assert not fused([512, *[200] * 9], 512)
+    assert fused([512, *[200] * 13], 512)

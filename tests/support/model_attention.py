@@ -96,11 +96,12 @@ def plan(
 
 
 def wgmma_plan(
-    sequences: int, heads: int, max_q: int, max_k: int, sms: int, shared_bytes: int
+    sequences: int, tokens: int, heads: int, max_q: int, max_k: int, sms: int, shared_bytes: int
 ) -> tuple[bool, int, int]:
     """Of the backward pass with wgmma: whether it is fused, warpgroups and bytes of a block."""
     out = torch.zeros(3, dtype=torch.int64)
-    model().call("attention_wgmma_plan", sequences, heads, max_q, max_k, sms, shared_bytes, out)
+    sizes = (sequences, tokens, heads, max_q, max_k, sms, shared_bytes)
+    model().call("attention_wgmma_plan", *sizes, out)
     return bool(out[0]), int(out[1]), int(out[2])
 
 

@@ -97,10 +97,10 @@ def test_a_kernel_that_is_missing(available):
 def test_choices_of_kernels_with_wgmma_are_those_of_the_sources():
     from tests.support import model_attention
 
-    for heads in (16, 1):
-        for longest in (1, 64, 65, 128, 512, 576, 577, 1024, 5000):
-            batch = Batch((longest,) * 24, heads)
-            sizes = (24, heads, longest, longest, H100.sms, H100.block_shared)
+    for count, heads in ((24, 16), (24, 1), (9, 16), (6, 16), (5, 16)):
+        for longest in (1, 64, 65, 128, 256, 257, 512, 576, 577, 1024, 5000):
+            batch = Batch((longest,) * count, heads)
+            sizes = (count, batch.tokens, heads, longest, longest, H100.sms, H100.block_shared)
             out = model_attention.wgmma_plan(*sizes)
             groups = attention_wgmma.backward_groups(longest)
             assert out[:2] == (attention_wgmma.backward_is_fused(batch, H100), groups)
@@ -111,11 +111,13 @@ def test_launches_of_kernels_with_wgmma():
     kernel = Kernel(function(["EXIT"]), 32, 0, PARAMETERS)
     available = dict.fromkeys(attention_wgmma.kernel_names(), kernel)
     batch = Batch((300, 20, 130), 2, order=(0, 2, 1), groups=((2, 300), (1, 20)))
+    assert attention_wgmma.backward_is_fused(batch, dataclasses.replace(H100, sms=4))  # 450 / 300
+    assert not attention_wgmma.backward_is_fused(batch, dataclasses.replace(H100, sms=5))
     (stage,) = attention_wgmma.forward(available, batch, 0.1)
     assert [(x.grid[0], x.threads, x.shared) for x in stage.launches] == [
         (2 * 2 * 3, 256, 65536), (2, 128, 49152),
     ]  # fmt: skip
-    sms = dataclasses.replace(H100, sms=6)  # as many as there are heads of sequences
+    sms = dataclasses.replace(H100, sms=3)
     (stage,) = attention_wgmma.backward(available, batch, 0.0, sms)
     sums, rows = 320 * 256, 320 * 8
     assert [(x.grid[0], x.threads, x.shared) for x in stage.launches] == [
@@ -127,6 +129,23 @@ def test_launches_of_kernels_with_wgmma():
         launches = [(x.grid[0], x.threads, x.shared) for x in stage.launches]
         assert launches == [(2 * 2 * 5, 128, shared), (2, 128, shared)]
         assert stage.bytes == 450 * 2 * (6 * 128 + 8)
+
+
+def test_windows_go_to_kernels_of_one_warpgroup_with_kinds_by_place():
+    kernel = Kernel(function(["EXIT"]), 32, 0, PARAMETERS)
+    available = dict.fromkeys(attention_wgmma.kernel_names(), kernel)
+    batch = Batch((640,), 16, window=64)
+    (stage,) = attention_wgmma.forward(available, batch, 0.0)
+    (launch,) = stage.launches
+    assert (launch.grid[0], launch.threads, launch.shared) == (16 * 10, 128, 49152)
+    # How many tiles are before and after it, as far as a window reaches.
+    assert [kind[4:] for kind in launch.kinds[:10]] == [
+        *((0, 2), (1, 2)), *[(2, 2)] * 6, *((2, 1), (2, 0)),
+    ]  # fmt: skip
+    given = attention._Launch.from_buffer_copy(launch.parameters)
+    assert (given.window_left, given.window_right) == (64, 64)
+    sms = dataclasses.replace(H100, sms=1)
+    assert len(attention_wgmma.backward(available, batch, 0.0, sms)) == 2
 
 
 def test_names():

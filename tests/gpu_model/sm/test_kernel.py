@@ -94,6 +94,16 @@ class TestModel:
         assert same.seconds == pytest.approx(2**0.25 * time + 1e-6)
         assert model.stage(Stage("x", [made], 9 * time * SM.dram)).bound == "memory"
 
+    def test_other_rates_change_seconds_alone(self):
+        model, made = Model(SM), launch(4)
+        other = model.at(2 * SM.clock, 3 * SM.dram, 0.0)
+        (found, faster) = (
+            each.stage(Stage("x", [made], 1e-9 * SM.dram)) for each in (model, other)
+        )
+        assert faster.cycles == found.cycles
+        parts = (found.cycles / SM.clock / 2, 1e-9 / 3)
+        assert faster.seconds == pytest.approx(sum(part**4 for part in parts) ** 0.25)
+
     def test_bytes_alone(self):
         found = Model(SM).stage(Stage("x", [], 1e6))
         assert found.seconds == pytest.approx(1e6 / SM.dram + 1e-6)
