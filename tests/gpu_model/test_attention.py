@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from gpu_model.block_model import SHARED_BYTES
-from gpu_model.build import compiler
 from tests.support.attention_cases import (
     FUSED,
     MMA,
@@ -27,8 +26,6 @@ from tests.support.backends import OnTheModel
 from tests.support.model_attention import model, plan, readable_part
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.seeds import derived
-
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

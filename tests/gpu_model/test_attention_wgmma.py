@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_model.build import compiler
 from tests.support.attention_cases import (
     FUSED,
     MMA,
@@ -28,8 +27,6 @@ from tests.support.backends import OnTheModel
 from tests.support.model_attention import model, readable_part
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.seeds import derived
-
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
 BF16 = torch.bfloat16
 

@@ -12,8 +12,6 @@ from gpu_model.block_model import POLICIES, Model
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.seeds import derived
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
-
 
 @pytest.fixture(scope="module")
 def primitives():

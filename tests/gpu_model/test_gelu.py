@@ -7,7 +7,6 @@ import ctypes
 import pytest
 import torch
 
-from gpu_model import build
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed
 from tests.support.model_gelu import (
     bias_gelu,
@@ -17,8 +16,6 @@ from tests.support.model_gelu import (
     glu_backward,
     glu_model,
 )
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
 def test_scratch_memory_of_a_large_layer() -> None:

@@ -13,11 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_model import build
 from tests.support.ptx_kernels import evaluate
 from tests.support.seeds import derived
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 INTS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 

@@ -13,8 +13,6 @@ from gpu_model.ptx.compiler import nvcc
 from tests.support.ptx_kernels import evaluate, program
 from tests.support.seeds import derived
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
-
 LANE = torch.arange(32)
 GROUP, MEMBER = LANE // 4, LANE % 4
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

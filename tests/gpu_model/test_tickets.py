@@ -10,8 +10,6 @@ import pytest
 from gpu_model import build
 from gpu_model.block_model import Model
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
-
 
 class Tickets:
     def __init__(self) -> None:
