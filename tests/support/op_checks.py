@@ -17,6 +17,12 @@ T = TypeVar("T")
 RNG = torch.tensor([123456789, 42])
 
 
+def assert_same_numbers(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    """NaN may have other bits."""
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+
+
 def cu_seqlens(lengths: Sequence[int], device: str = "cpu") -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
