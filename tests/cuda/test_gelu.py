@@ -10,6 +10,7 @@ from bert_unpad import ops
 from tests.support import reference
 from tests.support.cuda_checks import (
     GPU_ONLY,
+    NEEDS_TWO_GPUS,
     assert_graph_takes_new_values,
     assert_runs_on_the_current_stream,
 )
@@ -40,7 +41,7 @@ class TestCalls:
 
         assert_graph_takes_new_values(both, x.detach().neg_)
 
-    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    @NEEDS_TWO_GPUS
     def test_runs_on_the_device_of_its_tensors(self, run) -> None:
         x, bias = draw(torch.float32)
         y = run(x.to("cuda:1"), bias.to("cuda:1"))
