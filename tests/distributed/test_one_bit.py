@@ -103,6 +103,11 @@ def _with_factors(rank: int, world_size: int, size: int) -> list[bool]:
         seen.append(
             torch.equal(plain.worker_error / factors, factored.state_dict()["worker_error"])
         )
+        again = OneBitAllreduce(size, "cpu")
+        again.use_factors(factors)
+        again.load_state_dict(factored.state_dict())
+        seen.append(torch.equal(again.worker_error, factored.worker_error))
+        seen.append(torch.equal(again.server_error, factored.server_error))
     assert plain.bytes_sent == factored.bytes_sent
     return seen
 
