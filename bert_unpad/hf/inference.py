@@ -6,8 +6,6 @@ as they are, or rounded to 8 bits where `unpad` was asked for that. All other la
 computed module by module.
 """
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary

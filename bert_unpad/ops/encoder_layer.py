@@ -1,8 +1,6 @@
 """A whole encoder layer as one operator, or as two around attention, forward only, in float32 on a
 CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -4,8 +4,6 @@ What the host cannot check (cu_seqlens is on the device) has to stop the kernel.
 tests/ops, for every backend.
 """
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

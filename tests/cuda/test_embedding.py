@@ -1,7 +1,5 @@
 """embedding_layer_norm on a GPU: streams, graphs, devices, sizes."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Bias + GELU and gated linear units: streams, graphs, devices, sizes, cuBLASLt's products."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 Without a GPU: tests/pretrain/gradients/test_graph_buckets.py.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 

@@ -4,8 +4,6 @@ Without a GPU, the same buffers serve one batch after another, and nothing but t
 differ from pass to pass: what a replay needs.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from contextlib import nullcontext

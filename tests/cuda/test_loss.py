@@ -1,7 +1,5 @@
 """masked_cross_entropy on a GPU: streams, graphs, devices, sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """dropout_add_layer_norm on a GPU: streams, graphs, devices, sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

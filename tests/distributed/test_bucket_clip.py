@@ -4,8 +4,6 @@ Every rank computes its gradient once more without DDP, clips it as the policy s
 that over the ranks: what DDP with the hook leaves in `.grad` has to be the same.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 

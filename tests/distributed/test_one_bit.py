@@ -1,7 +1,5 @@
 """Averages with one bit a value on gloo: results, errors, what travels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

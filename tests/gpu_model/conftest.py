@@ -5,8 +5,6 @@ BERT_UNPAD_PTX_TESTS says how many run on compiled kernels: `all`, `sample` (the
 of each test) or `none`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

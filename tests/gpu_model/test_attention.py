@@ -3,8 +3,6 @@
 What they compute is in tests/ops, for every backend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,8 +1,6 @@
 """Attention as nvcc compiles it for Blackwell (compute capability 10.0 and later), where kernels
 keep in shared memory what they work on."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """Attention on a GPU of compute capability 7.5: fp16 and fp32 with 64 KiB of shared memory a block,
 and what nvcc makes of it there, without asynchronous copies and by products of half the depth."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

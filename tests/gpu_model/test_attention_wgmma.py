@@ -4,8 +4,6 @@ barrier, wait and fence is needed, and which launches take them.
 What they compute is in tests/ops, for every backend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """wgmma on the model of a block: what it multiplies, and that each fault is found."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The CUDA kernels of clip_bucket_ on the model of a block: barriers."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The CUDA kernels of embedding_layer_norm on the model of a block: the sort, and barriers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Rounding to 8 bits on the model of a block (the conversion, barriers), and 8-bit products on a
 model of cuBLASLt that refuses epilogues. Values are in tests/ops, for every backend."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

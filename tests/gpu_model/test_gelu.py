@@ -1,7 +1,5 @@
 """The CUDA kernels of bias_gelu and glu on the model of a block: barriers, and scratch memory."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

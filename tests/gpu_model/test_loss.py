@@ -1,7 +1,5 @@
 """The CUDA kernels of masked_cross_entropy on the model of a block: barriers."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.support.model_checks import assert_every_site_is_needed

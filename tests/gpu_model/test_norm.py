@@ -1,7 +1,5 @@
 """The CUDA kernels of dropout_add_layer_norm on the model of a block: barriers, scratch memory."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

@@ -1,7 +1,5 @@
 """dropout_add_layer_norm that writes 8 bits too, on the model of a block: barriers."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.support.model_checks import assert_every_site_is_needed

@@ -1,7 +1,5 @@
 """The CUDA kernels of the operators over lists of tensors on the model of a block: barriers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ An interpreter that misses faults would be worse than none, so this makes each o
 message.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

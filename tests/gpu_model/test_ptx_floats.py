@@ -3,8 +3,6 @@
 Operands are all sorts of bits: subnormals, infinities, NaN, values on both sides of a tie.
 """
 
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
 

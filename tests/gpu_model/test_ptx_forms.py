@@ -1,7 +1,5 @@
 """The PTX interpreter and the asynchronous instructions of sm_90a as nvcc makes them."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import subprocess

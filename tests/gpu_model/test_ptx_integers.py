@@ -4,8 +4,6 @@ Operands are random bits and what is special: 0, the ends of the ranges, shifts 
 more.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

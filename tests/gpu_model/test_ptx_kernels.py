@@ -1,7 +1,5 @@
 """The interpreter knows every instruction of every kernel that nvcc makes, tested or not."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_model import build

@@ -1,8 +1,6 @@
 """The PTX interpreter's tensor-core instructions, with the layouts as the PTX ISA gives them for
 each element, and the primitives of csrc/cuda as nvcc compiles them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

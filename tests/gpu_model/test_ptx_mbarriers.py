@@ -1,7 +1,5 @@
 """The PTX interpreter's mbarriers, bulk copies, and copies that arrive at mbarriers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Mistakes that are made in compiled kernels' text are found: by a fault or by wrong values."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

@@ -4,8 +4,6 @@ Two accesses of one word by different threads, one of them a write and not both 
 unless a chain of program order, barriers and mbarriers leads from one to the other.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """The PTX interpreter's threads and memory: what lanes do together, and what they reach."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

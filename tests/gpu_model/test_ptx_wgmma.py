@@ -1,7 +1,5 @@
 """The PTX interpreter's wgmma: layouts of operands in shared memory and registers, and values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 One kernel of 128 threads has a chain of wgmma; each case changes a part of its text.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

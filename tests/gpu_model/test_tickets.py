@@ -1,7 +1,5 @@
 """Who gets which counters (csrc/cuda/tickets.h), on the model of the CUDA runtime."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 

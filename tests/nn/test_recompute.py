@@ -1,7 +1,5 @@
 """Recomputing in the backward pass changes no bit of a model's step, and keeps what it says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

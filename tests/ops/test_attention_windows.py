@@ -1,7 +1,5 @@
 """Attention with windows, grouped heads and positions of queries, against the plain reference."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

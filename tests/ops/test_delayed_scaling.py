@@ -1,7 +1,5 @@
 """Scales from earlier updates: the published rule, window, saved state; GELU that uses them."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """A whole encoder layer as one operator, against fp64, in fp32 and with weights in 8 bits."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Linear layers in 8 bits: rounding, gradients, and a model that trains with them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Updates by a variance that no longer changes, against float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

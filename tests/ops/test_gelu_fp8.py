@@ -1,7 +1,5 @@
 """GELU that writes 8 bits, forward and backward: near what PyTorch gives on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

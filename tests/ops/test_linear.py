@@ -4,8 +4,6 @@ The products that only a GPU takes (with epilogues) run on a CPU too: there the 
 them are PyTorch's, so what autograd makes of them can be compared.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

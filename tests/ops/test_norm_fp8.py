@@ -1,7 +1,5 @@
 """The norm that rounds its result to 8 bits too: the bits of two steps, alone and in models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

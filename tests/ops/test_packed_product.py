@@ -1,7 +1,5 @@
 """Products of our own and by oneDNN, where MKL leaves AVX-512 unused, against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

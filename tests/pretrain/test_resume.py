@@ -4,8 +4,6 @@ The control is a run that nothing interrupts. A resumed run must repeat its loss
 many ranks, and on another number of ranks use each remaining example of the epoch once.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Attention against the reference: arguments, and the kernels that a test runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks that the GPU tests of several operators share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 

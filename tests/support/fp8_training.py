@@ -1,7 +1,5 @@
 """A few training steps of a model, with the encoder's linear layers in 16 or 8 bits."""
 
-from __future__ import annotations
-
 from statistics import fmean
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks that the tests of several operators share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Whole runs of the trainer in processes of their own, on a tiny model and made-up text."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`python -m bert_unpad.data import`: from files of other formats to shards that training opens."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """The gradient of a step is that of the global batch, however it is split over ranks and passes."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Runs in fp16: scaled losses, unscaled bounds, overflows, and resuming with the scale."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
