@@ -1,7 +1,5 @@
 """Types of command-line arguments, for argparse's `type`: numbers within bounds, lists of names."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 

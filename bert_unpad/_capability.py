@@ -4,8 +4,6 @@ Tensor cores multiply fp16 from Turing on, bf16 from Ampere on and 8 bits from A
 tensor cores, but the CUDA operators are compiled for Turing and later GPUs alone.
 """
 
-from __future__ import annotations
-
 import torch
 
 from bert_unpad._choices import Precision

@@ -4,8 +4,6 @@ They are not in `bert_unpad.pretrain.config` because `python -m bert_unpad.simul
 `python -m bert_unpad.plan` must run without the packages that the trainer needs.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]

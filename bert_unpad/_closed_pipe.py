@@ -5,8 +5,6 @@ the last write, at exit, another that nothing can catch. The signal's default wo
 since it ends a process for the lost connection to another rank or worker too.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import select

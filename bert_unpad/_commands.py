@@ -1,7 +1,5 @@
 """How commands end: with an exit status, and one line about what went wrong."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -1,7 +1,5 @@
 """The file of measured seconds by length: `simulate --fit` writes it, the trainer reads it too."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@ advances up to 16,384 parts of the data side by side, 4 bytes per step, and join
 pairs.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The error of a command that needs packages of an optional extra."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

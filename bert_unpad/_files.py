@@ -1,7 +1,5 @@
 """Writing files that appear whole or not at all, and reading JSON files that users provide."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """Says which file had no room, and how much there is, where a disk or a user's quota is full."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

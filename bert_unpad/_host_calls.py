@@ -4,8 +4,6 @@ They are called by ctypes, so one file serves every version of Python; ctypes le
 on meanwhile. What they get wrong arguments for is checked here or raised by them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import operator
 import weakref

@@ -4,8 +4,6 @@ A message is a sequence of fields, each with (number << 3 | wire type) and a val
 base 128, lowest digits first. Fields with the value 0 are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

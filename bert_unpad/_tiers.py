@@ -4,8 +4,6 @@ A field without a mark is a common option, which `--help` lists. `advanced` is f
 `--help=advanced` lists, `code_only` for settings that are no options: code sets them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, Literal
 

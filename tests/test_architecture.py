@@ -1,7 +1,5 @@
 """The packages of docs/architecture.md: all are drawn; imports and includes go downwards only."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

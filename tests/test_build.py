@@ -1,7 +1,5 @@
 """Instruction sets: which are built, and what the linker may choose between when it joins them."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """Which devices multiply a precision."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

@@ -1,7 +1,5 @@
 """Commands whose output nobody reads."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

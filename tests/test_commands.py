@@ -1,7 +1,5 @@
 """How commands end."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 

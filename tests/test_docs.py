@@ -1,7 +1,5 @@
 """The documents: links, paths and commands exist, and tables are those of the results."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The folder for the Hugging Face Hub's kernel-builder: its structure, and that its parts work."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

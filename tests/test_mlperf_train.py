@@ -1,7 +1,5 @@
 """scripts/mlperf_train.sh at toy size: from the benchmark's folder of files to a checked log."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Documented commands run where only the quickstart has been, or say what to install."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -8,8 +8,6 @@ real token attends to them, real tokens keep the coordinates that their dropout 
 the added tokens contribute exactly zero to every gradient.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

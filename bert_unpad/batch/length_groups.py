@@ -4,8 +4,6 @@ A launch has a grid and a tile shape for its longest sequence, so short sequence
 their own do not run at the size of the longest one.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -5,8 +5,6 @@ on a GPU, row by row on a CPU. Here no index occurs twice, except for rows whose
 So the backward pass is a plain copy: it gives the same bits in every run and reads no old values.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

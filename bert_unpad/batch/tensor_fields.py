@@ -1,7 +1,5 @@
 """Apply a function to all tensors of a dataclass, for example to move them to another device."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The command line of `python -m bert_unpad.convert`."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys

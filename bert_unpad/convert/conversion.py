@@ -1,7 +1,5 @@
 """A checkpoint between two layouts: tensors under Hugging Face's names, and a configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

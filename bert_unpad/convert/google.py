@@ -4,8 +4,6 @@ It consists of bert_model.ckpt.index, .data-00000-of-00001 and bert_config.json.
 TensorFlow's scopes. Weights of dense layers are transposed, except in the next-sentence head.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

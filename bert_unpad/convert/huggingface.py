@@ -3,8 +3,6 @@
 Transformers and this package's `BertForPreTraining` write it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from safetensors.torch import save_file

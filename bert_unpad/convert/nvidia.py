@@ -4,8 +4,6 @@ Names are Hugging Face's, except `dense_act` for layers that include their activ
 holds the decoder's tied weight too, and the vocabulary is padded to a multiple of 8.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 import struct

@@ -6,8 +6,6 @@ whole. After a block come 1 byte of compression type and a masked CRC-32C. The l
 last key of each data block to the block's position. Format: LevelDB's doc/table_format.md.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator, Mapping
 

@@ -7,8 +7,6 @@ little-endian. Format: tensorflow/core/protobuf/tensor_bundle.proto and
 tensorflow/core/util/tensor_bundle/tensor_bundle.cc, which writes the index uncompressed.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Mapping

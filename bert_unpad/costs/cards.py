@@ -8,8 +8,6 @@ RTX Blackwell), RTX 2080 Ti (Turing white paper); A10G (the data sheet that AWS 
 G5 instances). They are peaks: what products reach of them is `PRODUCTS_SHARE`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from bert_unpad._capability import LEAST_CAPABILITY, Capability, reaches

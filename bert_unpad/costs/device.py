@@ -1,7 +1,5 @@
 """What one rank's hardware costs a step (passes, updates, compression), and that of a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 

@@ -1,7 +1,5 @@
 """How far figures of a plan were off, where others or this package have measured the same."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -7,8 +7,6 @@ whole gradients until it reaches the limit; the first limit is small, so that th
 (torch/nn/parallel/distributed.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator

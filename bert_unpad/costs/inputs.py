@@ -1,7 +1,5 @@
 """Models and lengths by the names that commands take."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

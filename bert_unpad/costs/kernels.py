@@ -9,8 +9,6 @@ kernel reads and writes. Constants were fitted, on one half of the published run
 package's own measurements, by benchmarks/check_published.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Links by the names that networks are sold under: Ethernet rates, InfiniBand, NVLink, PCIe."""
 
-from __future__ import annotations
-
 import re
 
 from bert_unpad.costs.cards import Card

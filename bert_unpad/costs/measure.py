@@ -5,8 +5,6 @@ down or speeds up, that hits all of them alike. With several ranks all sample at
 the slowest counts, because all wait for it in training.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 import time

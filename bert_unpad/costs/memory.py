@@ -4,8 +4,6 @@ What a layer keeps per token is counted, not estimated: benchmarks/results/cpu/m
 `benchmarks/memory.py`, agrees with the formula here to the byte.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from bert_unpad.costs.optimizers import OPTIMIZER_COSTS

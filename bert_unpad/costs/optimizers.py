@@ -1,7 +1,5 @@
 """What an update costs for each parameter, by optimizer."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

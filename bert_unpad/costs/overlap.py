@@ -10,8 +10,6 @@ pass by
 equal buckets.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ exchange of examples goes on one step ahead in the background, so it costs time 
 longer than a step. Computing and communication are taken not to slow each other.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 
 import numpy as np

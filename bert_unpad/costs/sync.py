@@ -1,7 +1,5 @@
 """What ranks send to have the same weights: compressed gradients in buckets, and whole weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from bert_unpad._choices import POWER_SGD_RANK

@@ -5,8 +5,6 @@ only ever adds. Lengths and numbers of tokens vary independently, or the parts o
 linear and quadratic in the length could not be told apart.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 A `data.source` of `shards:FOLDER` trains on the result.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -6,8 +6,6 @@ make any batch. What grows with the tokens is done in C++ without the GIL: examp
 the memory map, then packed and masked. So a thread that collates does not hold up one that trains.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The settings of pretraining data: what the examples are made of, and how."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from pathlib import Path

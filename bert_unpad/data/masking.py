@@ -6,8 +6,6 @@ generator. So a fresh mask is drawn each epoch without storing any, and it is th
 examples are split over ranks, batches and workers. `csrc/text/masking.cpp` draws them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 

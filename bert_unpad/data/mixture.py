@@ -7,8 +7,6 @@ an epoch has is a pure function of the seed and the epoch, so all ranks agree, a
 more than a position in the epoch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """What a model may learn, and which examples that needs."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 Objective = Literal["mlm_nsp", "mlm", "mlm_sop", "rtd"]

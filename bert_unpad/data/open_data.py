@@ -5,8 +5,6 @@ has written, or a folder of shards, `train` and perhaps `validation` and `tokeni
 The vocabulary is that of the `tokenizer` folder, unless `vocab_file` or `tokenizer` names one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ small files and at the sizes of all others tells whether the data is what was wr
 reads all contents.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

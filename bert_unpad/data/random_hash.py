@@ -4,8 +4,6 @@ This uses splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number ge
 2014) as a counter-based generator.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -6,8 +6,6 @@ last pass, each gets the share that the policy gives it. From the first one that
 a part of the remaining budget: its part of the remaining elements.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args
 
 import torch

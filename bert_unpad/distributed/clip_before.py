@@ -4,8 +4,6 @@ Bucket-wise clipping is measured against this: it preserves the direction of eac
 but cannot send anything before the backward pass has ended.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

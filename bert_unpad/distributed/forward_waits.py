@@ -6,8 +6,6 @@ innermost called module that contains it. A module that borrows another one, as 
 no submodule, waits for that one's parameters too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from torch import nn

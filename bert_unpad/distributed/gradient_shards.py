@@ -3,8 +3,6 @@
 What DDP does, with a reduce-scatter instead of the allreduce.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """OneBitAllreduce: averages a buffer over ranks with one bit a value, with error feedback."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

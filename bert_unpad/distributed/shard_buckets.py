@@ -6,8 +6,6 @@ layout, so a reduce-scatter gives each rank the gradient of its part, and an all
 ranks the updated parameters, without copies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -7,8 +7,6 @@ For a reduce-scatter each rank adds up what it has got, in the order of the rank
 (NCCL adds up in the dtype on the wire).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The state of an optimizer whose parameters are parts of buckets: cut into parts, and gathered."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

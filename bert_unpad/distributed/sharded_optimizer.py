@@ -5,8 +5,6 @@ reduce-scattered while the backward pass goes on, and updated parameters are all
 next forward pass does. Together that moves the bytes of one allreduce.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

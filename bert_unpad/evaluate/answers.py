@@ -4,8 +4,6 @@ Exact match and F1 over words (Rajpurkar et al., 2016, arXiv:1606.05250, 6.1) ar
 lower case without punctuation and articles, against the best of the given ones.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

@@ -1,7 +1,5 @@
 """The command line of `python -m bert_unpad.evaluate`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -3,8 +3,6 @@
 The recipe is that of BERT's appendix A.3 (Devlin et al., 2019, arXiv:1810.04805).
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Sequence

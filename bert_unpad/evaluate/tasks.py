@@ -3,8 +3,6 @@
 GLUE: Wang et al. (2018, arXiv:1804.07461). SQuAD 1.1: Rajpurkar et al. (2016, arXiv:1606.05250).
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ left out hands on its input. The paper switches the two halves of pre-LayerNorm 
 and scales what they add; here a whole layer is switched, unscaled.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """MERIT: Adam's update with a trust ratio for each element, of maxima instead of L2 norms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ZeroOneAdam: Adam whose ranks exchange one bit a value, and not in every step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -21,8 +21,6 @@ All raise ValueError where a shape is wrong or an argument asks for what is not 
 alibi_slopes, block_table), and RuntimeError with the name of what else is wrong.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

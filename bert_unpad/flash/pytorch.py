@@ -6,8 +6,6 @@ operators `_flash_attention_forward` and `_flash_attention_backward` by
 with PyTorch's: batches that are not packed, dropout, paged keys, other head dimensions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

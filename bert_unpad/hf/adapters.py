@@ -3,8 +3,6 @@
 A new family of the same architecture needs only an entry here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transformers import modeling_outputs as outputs

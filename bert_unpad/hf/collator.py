@@ -5,8 +5,6 @@ example and masks no tokens. These collators keep all of that, for a model that
 `bert_unpad.hf.unpad` has changed.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Warns when a call runs Hugging Face's own modules instead of packed ones, once per reason."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -17,8 +17,6 @@ transformers knows a flash implementation by "flash" in its name, and finds the 
 that it does not know in a private function, which `register` extends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NoReturn
 

@@ -5,8 +5,6 @@ from `PackedMlm` first. Its loss is the stock one: the mean cross-entropy over l
 -100. Logits at all positions are computed when they are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

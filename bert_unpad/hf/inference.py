@@ -6,8 +6,6 @@ operators around attention that counts distances. Weights are taken as they are,
 bits where `unpad` was asked for that. All other layers and calls are computed module by module.
 """
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from itertools import zip_longest
 from typing import Any, NamedTuple

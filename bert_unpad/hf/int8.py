@@ -1,7 +1,5 @@
 """Layers of swapped models in 8 bits: choosing them, and measuring what that costs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

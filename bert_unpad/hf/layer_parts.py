@@ -5,8 +5,6 @@ are read and converted; here stands what has none (attention, dropout, activatio
 transformers renames when it reads a file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple

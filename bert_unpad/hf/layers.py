@@ -8,8 +8,6 @@ for these rows only. `PackedStack` passes such a packing to the last layer and t
 layer computes follows from its arguments, so layers may be wrapped, compiled, or shared.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import TYPE_CHECKING, Any
 

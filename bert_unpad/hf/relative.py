@@ -4,8 +4,6 @@ A stack computes what all layers share once a call, and a layer makes its bias o
 for each distance and head (T5's), DeBERTa-v2 and v3 scores of contents and distances.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

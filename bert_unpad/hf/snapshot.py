@@ -1,7 +1,5 @@
 """Whether modules are still what they were when something was derived from them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from torch import nn

@@ -7,8 +7,6 @@ stock, with attention by `bert_unpad_flash`. Families whose stack of layers is s
 whose heads choose rows, are in `adapters.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Iterator

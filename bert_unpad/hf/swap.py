@@ -6,8 +6,6 @@ so existing optimizers, tied weights, adapters and state dicts keep working. The
 stock names, which transformers saves as `architectures` and uses to find classes.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

@@ -8,8 +8,6 @@ model itself is off. Dropout is off meanwhile; where the model trains, how often
 rate is compared.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections import Counter

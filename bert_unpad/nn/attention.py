@@ -5,8 +5,6 @@ hidden]. So one GEMM reads the hidden states once, and its output is the buffer 
 reads, [T, heads + 2 * kv_heads, head_dim].
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from bert_unpad import ops

@@ -4,8 +4,6 @@ Mixed precision starts here: parameters keep their own dtype (fp32), the output 
 the compute dtype, and every later layer computes in the dtype of its input.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -9,8 +9,6 @@ layer is counted for all tokens, although training computes only some rows of it
 the shortcut then shows as a higher MFU, and figures stay comparable with other implementations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

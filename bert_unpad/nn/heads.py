@@ -1,7 +1,5 @@
 """The heads on top of the encoder in pretraining; `EncoderConfig.heads` says which a model has."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The norms of an encoder: LayerNorm with or without bias, or RMSNorm."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from bert_unpad import ops

@@ -1,7 +1,5 @@
 """Where tokens stand in their sequences, and what that means for attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

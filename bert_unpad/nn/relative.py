@@ -1,7 +1,5 @@
 """What attention adds to its scores by the distance of two tokens: T5's and DeBERTa's ways."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

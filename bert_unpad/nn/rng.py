@@ -6,8 +6,6 @@ computed again (gradient checkpointing) gets the same keys, and so the same mask
 and restoring generator state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

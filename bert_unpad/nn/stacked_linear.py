@@ -1,7 +1,5 @@
 """A linear layer that computes several of the same input."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Reads the safetensors files of a folder: model.safetensors, or the shards that an index names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open

@@ -6,8 +6,6 @@ to a multiple of 8. Reading also understands the names of older files, and drops
 others. Anything else that is missing or unexpected is reported by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

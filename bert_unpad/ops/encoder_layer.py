@@ -1,8 +1,6 @@
 """Whole encoder layers as one operator, or one as two around attention, forward only, in float32 on
 a CPU."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

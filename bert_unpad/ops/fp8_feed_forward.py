@@ -4,8 +4,6 @@ The kernels of GELU, forward and backward, write their results in 8 bits (`gelu_
 [tokens, intermediate_size] only GELU's input and the gradient of its output have more bits.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

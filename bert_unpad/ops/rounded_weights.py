@@ -9,8 +9,6 @@ else has changed its weight, as far as PyTorch counts changes. It does not count
 `torch.autograd.graph.increment_version` after one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """FusedAdam: Adam and AdamW in one pass over all parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

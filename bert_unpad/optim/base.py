@@ -6,8 +6,6 @@ parameters' dtype, so `FusedOptimizer` loads them itself. Each rank updates its 
 parameter (DTensor).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain, groupby, pairwise
 from numbers import Real

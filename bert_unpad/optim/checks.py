@@ -1,7 +1,5 @@
 """What the optimizers refuse: a ValueError "name: expected X, got Y"."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from numbers import Real

@@ -1,7 +1,5 @@
 """Splits a model's parameters into groups: with weight decay and without, or for Muon."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

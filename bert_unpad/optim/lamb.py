@@ -1,7 +1,5 @@
 """FusedLAMB: LAMB and LANS for all parameters at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ operator. Parameters whose size is a multiple of 4 come first in the buffer, so 
 find theirs at addresses that are multiples of 16 bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

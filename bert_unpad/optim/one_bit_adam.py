@@ -1,7 +1,5 @@
 """OneBitAdam: Adam whose ranks exchange one bit a value once its variance is stable."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """OneBitLAMB: LAMB whose ranks exchange one bit a value once its variance is stable."""
 
-from __future__ import annotations
-
 from numbers import Real
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FusedStableAdamW: AdamW with update clipping, for all parameters at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

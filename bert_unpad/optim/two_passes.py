@@ -4,8 +4,6 @@ Where parameters are sharded, the operators come in two halves, and the sums of 
 added up over the shards in between, in one allreduce.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

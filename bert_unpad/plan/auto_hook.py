@@ -5,8 +5,6 @@ of this run: passes and updates by the trainer's clock, the computing of compres
 timed allreduces. Of each the slowest rank's time counts, which all ranks know, so all choose alike.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Started by torchrun, all ranks measure at the same time, so that what they conte
 memory) is in the figures, and then the links between them too.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Mapping

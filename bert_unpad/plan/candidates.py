@@ -1,7 +1,5 @@
 """The configurations that a plan chooses from: settings that memory or speed depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import get_args

@@ -1,7 +1,5 @@
 """The best configuration of each number of nodes, what it costs, and what holds it back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 

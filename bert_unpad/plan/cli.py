@@ -1,7 +1,5 @@
 """The command `python -m bert_unpad.plan`: arguments in; tables, JSON or a plot out."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

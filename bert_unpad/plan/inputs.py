@@ -1,7 +1,5 @@
 """What the options mean: a workload, a device, a cluster, what may be used."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -1,7 +1,5 @@
 """The options of `python -m bert_unpad.plan`."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

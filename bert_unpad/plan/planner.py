@@ -1,7 +1,5 @@
 """The cost models, put together for a workload on a device: time and memory of a configuration."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Draws time against cost, a point per number of nodes; matplotlib is imported only to draw."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A plan as text and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

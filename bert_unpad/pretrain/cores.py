@@ -6,8 +6,6 @@ puts memory on the node of the core that first writes it, so binding a process t
 memory too.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Evaluation on held-out examples: the same examples and masks every time, split over the ranks."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 
 import numpy as np

@@ -6,8 +6,6 @@ for a result of the step it is in. It looks at the sums of the step before, whic
 request to stop, so all ranks stop at the same step.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -6,8 +6,6 @@ that have ended or hang; anything else is an error with a traceback. torchrun re
 1, for all but 0.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

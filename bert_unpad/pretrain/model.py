@@ -1,7 +1,5 @@
 """From the configuration to a model that trains: weights, compilation, DDP."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

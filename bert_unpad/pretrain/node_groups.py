@@ -1,7 +1,5 @@
 """Groups of ranks by machine, for what should stay within one."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from bert_unpad.pretrain.config import ConfigError

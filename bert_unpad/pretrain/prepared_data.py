@@ -1,7 +1,5 @@
 """Opens the training data on all ranks."""
 
-from __future__ import annotations
-
 from bert_unpad.data import DamagedDataError, DataConfig, PreparedData, prepare
 from bert_unpad.data.prepared import holds_examples
 from bert_unpad.pretrain.config import ConfigError

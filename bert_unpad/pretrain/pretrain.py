@@ -1,7 +1,5 @@
 """From settings to a finished run: the order of events, and nothing else."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

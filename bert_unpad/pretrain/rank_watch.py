@@ -10,8 +10,6 @@ A rank that fails says so before it closes any connection, and waits until the t
 live have heard it. So whoever then finds a connection closed knows why, even if the store is gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

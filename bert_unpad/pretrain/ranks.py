@@ -5,8 +5,6 @@ carries CUDA tensors; a separate gloo group serves checkpoints, whose background
 interleave its collectives with those of training.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import traceback

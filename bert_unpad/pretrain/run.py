@@ -1,7 +1,5 @@
 """What every part of a run needs to know: its settings, processes, model, and how far it is."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path

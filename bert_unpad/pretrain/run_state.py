@@ -1,7 +1,5 @@
 """What is saved of a run: tensors, JSON, and what is one rank's own."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from pathlib import Path

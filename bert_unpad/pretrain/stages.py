@@ -6,8 +6,6 @@ clipping are made again, and the sampler continues from its state. So a run that
 after the border gives the same results as one that was not.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager

@@ -9,8 +9,6 @@ the operator first runs on inputs whose result shows the mask; the same key then
 for random inputs.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Cases of the self-test for attention."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Random inputs and the comparison with float64, for all cases of the self-test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The self-test's cases of a whole encoder layer, which is float32 whatever the inputs' type."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

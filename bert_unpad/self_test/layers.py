@@ -1,7 +1,5 @@
 """Cases of the self-test for embeddings, LayerNorm, matrix products, GELU and loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

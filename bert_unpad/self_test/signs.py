@@ -1,7 +1,5 @@
 """Cases of the self-test for compression to signs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Cases of the self-test for the operators of clipping and the optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Command line of the load-balancing simulation: arguments in, tables, JSON or a plot out."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

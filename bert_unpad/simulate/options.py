@@ -1,7 +1,5 @@
 """The options of `python -m bert_unpad.simulate`, and the models and lengths they stand for."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Draws simulated epochs and their scaling; matplotlib is imported only to draw."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

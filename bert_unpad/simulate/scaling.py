@@ -1,7 +1,5 @@
 """Step time from a few ranks to many thousands, the batch per rank held fixed (weak scaling)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

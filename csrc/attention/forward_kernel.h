@@ -122,8 +122,11 @@ attention_forward_kernel(BU_PARAMS Launch p) {
         first_key += 32;
         values += kHalf;
 #pragma unroll
-        for (int i = 0; i < 16 * kRowTiles; ++i)
-          s[i / 16][i / 8 % 2][i / 4 % 2][i % 4] = next[i / 16][i / 8 % 2][i / 4 % 2][i % 4];
+        for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+          for (int step = 0; step < 2; ++step)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s[r][step][i / 4][i % 4] = next[r][step][i / 4][i % 4];
       }
 #pragma unroll
       for (int step = 0; step < 2; ++step)

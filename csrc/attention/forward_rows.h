@@ -74,15 +74,19 @@ struct ForwardRows {
                               const Skips& skips, const Overlap& overlap) {
     float most[kRowTiles][2];
 #pragma unroll
-    for (int i = 0; i < 2 * kRowTiles; ++i) most[i / 2][i % 2] = row_max[i / 2][i % 2];
+    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) most[r][half] = row_max[r][half];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if (skips(step)) continue;
 #pragma unroll
-      for (int i = 0; i < 8 * kRowTiles; ++i) {
-        float& x = most[i / 8][i % 4 / 2];
-        x = fmaxf(x, s[i / 8][step][i / 4 % 2][i % 4]);
-      }
+      for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float& x = most[r][i % 4 / 2];
+          x = fmaxf(x, s[r][step][i / 4][i % 4]);
+        }
     }
     overlap(0);
     Exponents e;
@@ -111,10 +115,10 @@ struct ForwardRows {
         if (!skips(first + half)) add_values(weights[half], v_rows, first + half);
     }
 #pragma unroll
-    for (int i = 0; i < 2 * kRowTiles; ++i) {
-      float& x = sum[i / 2][i % 2];
-      x = fma(x, e.scale[i / 2][i % 2], e.total[i / 2][i % 2]);
-    }
+    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        sum[r][half] = fma(sum[r][half], e.scale[r][half], e.total[r][half]);
   }
 
   // Takes in 32 keys, and computes the scores of the 32 at `k_rows`.

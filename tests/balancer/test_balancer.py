@@ -1,7 +1,5 @@
 """Epoch plans: each example once, equal work, the same plan on every rank."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """Strategies of the balancer that draw global batches first and may then exchange examples."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

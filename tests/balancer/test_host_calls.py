@@ -1,7 +1,5 @@
 """Calls of the compiled library that knows no Python: what is checked, kept and freed."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """Packing sequences into rows of a fixed number of tokens."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

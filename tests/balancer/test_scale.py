@@ -1,7 +1,5 @@
 """What planning an epoch of 16 million examples for 1,024 ranks takes: CPU time and memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Padding a packed batch to a graph shape: real tokens get the same results."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -4,8 +4,6 @@ A rehearsal on the CPU runs everything but the clock and the peers that need a G
 on the meta device, which checks their arguments against PyTorch's schemas and shapes.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The audit of plans: its data, how it counts errors, and that its result is what code computes."""
 
-from __future__ import annotations
-
 import json
 import re
 

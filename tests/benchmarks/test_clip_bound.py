@@ -1,7 +1,5 @@
 """What benchmarks.clip_bound measures, and what it makes of the norms."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which updates of a run on simulated machines count."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 

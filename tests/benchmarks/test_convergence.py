@@ -1,7 +1,5 @@
 """What benchmarks.convergence makes of the runs that it keeps."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

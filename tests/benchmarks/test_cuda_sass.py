@@ -1,7 +1,5 @@
 """What benchmarks/cuda_build.py reads out of machine code, and the record that it keeps."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

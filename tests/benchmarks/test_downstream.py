@@ -1,7 +1,5 @@
 """The tasks that benchmarks.downstream makes of docstrings."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

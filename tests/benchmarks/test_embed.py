@@ -1,7 +1,5 @@
 """The embedding benchmark on tiny models, without its peers."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Families at equal compute: what each contender trains, with made-up runs."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The files that benchmarks write are called by `--name`, which their command lines keep."""
 
-from __future__ import annotations
-
 import importlib
 import shlex
 import sys

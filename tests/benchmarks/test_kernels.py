@@ -1,7 +1,5 @@
 """Kernels by family: their names, ours from the sources and the compiled module, and profiles."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """How the benchmarks measure memory: against steps whose needs are known, and layers."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The GPU benchmarks of operators that memory limits, as far as they run without a GPU."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

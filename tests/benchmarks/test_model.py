@@ -1,8 +1,6 @@
 """The benchmark of training steps: contenders compute the same, and its GPU side as far as a CPU
 can run it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 

@@ -1,7 +1,5 @@
 """The benchmark of compression to signs, on few values."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of optimizers, on a tiny model; its peers against ours."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """That the contenders of benchmarks.packing compute the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

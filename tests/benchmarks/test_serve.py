@@ -1,7 +1,5 @@
 """The load test of the embedding server, without its processes."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """The picture of a step's backward pass and communication."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

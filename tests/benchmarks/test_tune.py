@@ -1,7 +1,5 @@
 """The search for optimizers' settings, with made-up runs."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from pathlib import Path

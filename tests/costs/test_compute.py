@@ -1,7 +1,5 @@
 """What a rank computes: fitted, stored and derived costs; the inputs that steps are timed with."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a pass costs on a card: each term by hand, and how they grow."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

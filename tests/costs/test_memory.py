@@ -1,7 +1,5 @@
 """Bytes of a rank, against what was counted and what a whole model keeps."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Links, by formula and by name, collectives on them, and cards."""
 
-from __future__ import annotations
-
 import pytest
 
 from bert_unpad.costs.cards import CARDS, find_card

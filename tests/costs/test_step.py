@@ -1,7 +1,5 @@
 """The time of a step, and checks of what goes in."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Gradients, DDP's buckets, what travels of them, and what the backward pass hides."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

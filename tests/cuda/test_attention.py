@@ -4,8 +4,6 @@ What the host cannot check (cu_seqlens is on the device) has to stop the kernel.
 tests/ops, for every backend.
 """
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys
@@ -21,6 +19,7 @@ from tests.support.attention_cases import random_buckets
 from tests.support.cuda_checks import (
     DTYPES,
     GPU_ONLY,
+    NEEDS_TWO_GPUS,
     assert_graph_takes_new_values,
     assert_runs_on_the_current_stream,
     assert_same_bits,
@@ -89,7 +88,7 @@ def test_graphs_take_new_inputs_masks_and_lengths(grouped: bool, full: bool) -> 
     assert_graph_takes_new_values(both, change)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@NEEDS_TWO_GPUS
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_runs_on_the_device_of_its_tensors(schedule: str) -> None:
     qkv, dout = random_qkv(LENGTHS)

@@ -1,7 +1,5 @@
 """The primitives of kernels on a GPU: the same checks that the model of a block passes."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

@@ -1,7 +1,5 @@
 """embedding_layer_norm on a GPU: streams, graphs, devices, sizes."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -11,6 +9,7 @@ from torch import Tensor
 from bert_unpad import ops
 from tests.support.cuda_checks import (
     GPU_ONLY,
+    NEEDS_TWO_GPUS,
     assert_graph_takes_new_values,
     assert_runs_on_the_current_stream,
 )
@@ -46,7 +45,7 @@ def test_graphs_take_new_ids_and_masks() -> None:
         assert_graph_takes_new_values(lambda: run(ids, params, dy, rng), change)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@NEEDS_TWO_GPUS
 def test_runs_on_the_device_of_its_tensors() -> None:
     ids, params, _ = draw(100, 768)
     there = [x.to("cuda:1") for x in (*ids, *params)]

@@ -1,7 +1,5 @@
 """The energy counter of a real GPU."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """PyTorch's `varlen_attn` on a GPU: by our kernels for what they compute, else by PyTorch's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

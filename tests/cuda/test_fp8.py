@@ -1,8 +1,6 @@
 """Linear layers in 8 bits on a GPU: products, streams, graphs, errors. Roundings are in tests/ops,
 for every backend."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

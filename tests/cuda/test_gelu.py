@@ -1,7 +1,5 @@
 """Bias + GELU and gated linear units: streams, graphs, devices, sizes, cuBLASLt's products."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +8,7 @@ from bert_unpad import ops
 from tests.support import reference
 from tests.support.cuda_checks import (
     GPU_ONLY,
+    NEEDS_TWO_GPUS,
     assert_graph_takes_new_values,
     assert_runs_on_the_current_stream,
 )
@@ -40,7 +39,7 @@ class TestCalls:
 
         assert_graph_takes_new_values(both, x.detach().neg_)
 
-    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    @NEEDS_TWO_GPUS
     def test_runs_on_the_device_of_its_tensors(self, run) -> None:
         x, bias = draw(torch.float32)
         y = run(x.to("cuda:1"), bias.to("cuda:1"))

@@ -1,7 +1,5 @@
 """The feed-forward half in 8 bits on a GPU, by delayed scales: streams, graphs, repetition."""
 
-from __future__ import annotations
-
 import torch
 
 from bert_unpad import ops

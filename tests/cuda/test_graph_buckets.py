@@ -3,8 +3,6 @@
 Without a GPU: tests/pretrain/gradients/test_graph_buckets.py.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 
@@ -20,12 +18,9 @@ from bert_unpad.pretrain.gradients.cuda_graphs import GraphRunner
 from bert_unpad.pretrain.gradients.graph_buckets import GraphBuckets
 from tests.cuda.test_graphs import ONE, gradients, padded_inputs, scaled
 from tests.nn.test_bert import make_model
-from tests.support.cuda_checks import raise_if_the_host_waits
+from tests.support.cuda_checks import GPU_ONLY, raise_if_the_host_waits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = GPU_ONLY
 BATCHES = [[12, 9, 0, 5, 1], [24, 24, 3], [24] * 5, [1], [24, 24, 3]]
 LIMIT_MB = 0.1
 

@@ -4,8 +4,6 @@ Without a GPU, the same buffers serve one batch after another, and nothing but t
 differ from pass to pass: what a replay needs.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from contextlib import nullcontext
@@ -31,13 +29,9 @@ from bert_unpad.pretrain.parallel import captured, make_way
 from bert_unpad.pretrain.parallel.way import seed_step
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
-from tests.support.cuda_checks import raise_if_the_host_waits
+from tests.support.cuda_checks import GPU_ONLY, raise_if_the_host_waits
 from tests.support.seeds import derived
 
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
 DROPOUT = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3}
 # Twice the share that batches have, so that chance exceeds it nowhere.
 SHAPES = GraphShapes(sequences=5, max_seqlen=TINY.max_position_embeddings, masked_share=0.3)
@@ -194,7 +188,7 @@ def test_what_cannot_be_captured_is_refused() -> None:
 
 
 class TestOnAGpu:
-    pytestmark = GPU
+    pytestmark = GPU_ONLY
 
     @pytest.mark.parametrize("recompute", ["none", "gelu", "layer"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

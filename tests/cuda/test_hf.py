@@ -1,7 +1,5 @@
 """Swapped models of transformers on a GPU, against the stock ones: by `unpad` and by one string."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

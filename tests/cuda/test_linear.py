@@ -1,8 +1,6 @@
 """Linear layers and the feed-forward half by cuBLASLt on a GPU: large sizes, streams, graphs, and
 which algorithms it takes. Values are in tests/ops, for every backend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """masked_cross_entropy on a GPU: streams, graphs, devices, sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +7,7 @@ from torch import Tensor
 from bert_unpad import ops
 from tests.support.cuda_checks import (
     GPU_ONLY,
+    NEEDS_TWO_GPUS,
     assert_graph_takes_new_values,
     assert_runs_on_the_current_stream,
     assert_same_bits,
@@ -55,7 +54,7 @@ def test_graphs_take_new_logits_and_labels() -> None:
     assert_graph_takes_new_values(both, change)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@NEEDS_TWO_GPUS
 def test_runs_on_the_device_of_its_tensors() -> None:
     logits, labels = draw(torch.bfloat16)
     want = results(logits, labels)

@@ -1,7 +1,5 @@
 """dropout_add_layer_norm on a GPU: streams, graphs, devices, sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +8,7 @@ from bert_unpad import ops
 from tests.support import cuda_checks
 from tests.support.cuda_checks import (
     GPU_ONLY,
+    NEEDS_TWO_GPUS,
     assert_graph_takes_new_values,
     assert_runs_on_the_current_stream,
     assert_same_bits,
@@ -66,7 +65,7 @@ def test_graphs_take_new_inputs_and_masks() -> None:
         assert_graph_takes_new_values(lambda: run(inputs, dy, rng), change)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@NEEDS_TWO_GPUS
 def test_runs_on_the_device_of_its_tensors() -> None:
     inputs, _ = draw(64, 768, torch.float32)
     there = [t.to("cuda:1") for t in inputs]

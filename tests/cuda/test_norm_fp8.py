@@ -1,7 +1,5 @@
 """dropout_add_layer_norm that writes 8 bits too, on a GPU: the bits of two steps."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Optimizers by packed signs and a frozen variance on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Operators over lists of tensors on streams, and the optimizers on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

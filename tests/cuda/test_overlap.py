@@ -4,8 +4,6 @@ The update is slowed down, so that a pass that does not wait for it would read o
 a GPU: tests/pretrain/update/test_overlap.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

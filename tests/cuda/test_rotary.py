@@ -1,7 +1,5 @@
 """Rotary position embeddings on a GPU: streams, graphs."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """ShardedOptimizer on NCCL, with one rank, against the optimizer without shards."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

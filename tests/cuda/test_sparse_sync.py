@@ -1,7 +1,5 @@
 """Layer-wise and sparse averages on NCCL, with one rank, against a simulation on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

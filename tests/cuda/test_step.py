@@ -6,8 +6,6 @@ between host and device. A copy from the host has to be asked for as non_blockin
 is page-locked, and the optimizer (fused AdamW has no meta kernels), only the GPU test sees.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Mixtures of sources: exact shares, an order that depends on seed and epoch alone, resuming."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

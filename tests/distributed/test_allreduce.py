@@ -1,7 +1,5 @@
 """Allreduces in two hops: four ranks as two nodes of two, against flat ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Every rank computes its gradient once more without DDP, clips it as the policy s
 that over the ranks: what DDP with the hook leaves in `.grad` has to be the same.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -374,6 +372,11 @@ def test_adaptive_shares_forget_what_is_not_finite_and_can_be_saved():
     assert given(shares_after([3.0, 4.0], [math.inf, 1.0])) == pytest.approx(want)
     assert given(shares_after([3.0, 4.0], [0.0, 0.0])) == pytest.approx(want)
     assert given(shares_after([0.0, 0.0])) == [0.5, 0.5]
+    cut_anew, sizes = shares_after([3.0, 4.0]), (1, 3)
+    for numel in sizes:
+        cut_anew.next(numel, device)
+    cut_anew.end(torch.tensor([math.nan, 1.0]))
+    assert [float(cut_anew.next(numel, device)) for numel in sizes] == [0.25, 0.75]
     saved, other = shares_after([3.0, 4.0]), BucketShares("adaptive", 4)
     other.load_state_dict(saved.state_dict())
     assert given(other) == given(saved)

@@ -1,7 +1,5 @@
 """Which module waits for which parameters, without ranks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Averages with one bit a value on gloo: results, errors, what travels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,6 +101,11 @@ def _with_factors(rank: int, world_size: int, size: int) -> list[bool]:
         seen.append(
             torch.equal(plain.worker_error / factors, factored.state_dict()["worker_error"])
         )
+        again = OneBitAllreduce(size, "cpu")
+        again.use_factors(factors)
+        again.load_state_dict(factored.state_dict())
+        seen.append(torch.equal(again.worker_error, factored.worker_error))
+        seen.append(torch.equal(again.server_error, factored.server_error))
     assert plain.bytes_sent == factored.bytes_sent
     return seen
 

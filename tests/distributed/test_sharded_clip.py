@@ -1,7 +1,5 @@
 """Clipping before the average under FSDP2, against the formula on the whole gradient."""
 
-from __future__ import annotations
-
 import copy
 import math
 

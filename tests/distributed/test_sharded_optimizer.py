@@ -1,7 +1,5 @@
 """ShardedOptimizer on 2 and 3 ranks, against DDP and the same optimizer without shards."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

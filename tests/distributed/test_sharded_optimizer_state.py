@@ -1,7 +1,5 @@
 """The state of ShardedOptimizer: saved, loaded, on another number of ranks, without shards."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Fine-tuning on GLUE and SQuAD, from local files in the formats of the real ones."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

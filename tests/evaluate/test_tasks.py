@@ -1,7 +1,5 @@
 """Rows of GLUE and SQuAD from local files."""
 
-from __future__ import annotations
-
 import json
 import sys
 

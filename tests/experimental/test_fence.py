@@ -1,7 +1,5 @@
 """Methods that no recipe uses: only tables name them, and a run imports the one it chooses."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

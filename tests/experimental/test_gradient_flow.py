@@ -1,7 +1,5 @@
 """Sparse averages of a gradient's chunks (GradientFlow) on 2 and 3 ranks, against a simulation."""
 
-from __future__ import annotations
-
 import copy
 import math
 

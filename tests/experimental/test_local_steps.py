@@ -1,7 +1,5 @@
 """Runs of an optimizer that makes local steps (mt_dao): warm-up, resuming, steps left out."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

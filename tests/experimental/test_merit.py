@@ -1,7 +1,5 @@
 """MERIT against its algorithm element by element in float64, and edge cases."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """MTDAO: its steps against a simulation of all ranks, one rank against AdamW, resuming, bytes."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs that average less: the model layer by layer (dream_ddp), chunks of it (gradient_flow)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

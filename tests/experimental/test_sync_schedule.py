@@ -1,7 +1,5 @@
 """The schedule of layer-wise averages, against the paper's search written as a recursion."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """flash-attention's functions against the formula in float64."""
 
-from __future__ import annotations
-
 import inspect
 import math
 

@@ -1,7 +1,5 @@
 """`varlen_attn` of PyTorch on a CPU, by our operators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -5,13 +5,12 @@ BERT_UNPAD_PTX_TESTS says how many run on compiled kernels: `all`, `sample` (the
 of each test) or `none`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from gpu_model.block_model import compiled_for
+from gpu_model.build import compiler
 from gpu_model.ptx.compiler import nvcc
 from tests.support.samples import Cases, leave_out, ptx_cases
 
@@ -23,6 +22,7 @@ OF_ONE_LEVEL = {
 # Compute capabilities; nvcc makes the same PTX for 90a as long as no source asks for the
 # architecture.
 ARCHS = ("80",)
+NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -38,6 +38,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     compiled = ptx_cases()
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(NEEDS_COMPILER)
 
     def cases(item: pytest.Item) -> Cases:
         here = item.path.parent == Path(__file__).parent and hasattr(item, "callspec")

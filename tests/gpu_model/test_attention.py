@@ -3,15 +3,12 @@
 What they compute is in tests/ops, for every backend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from gpu_model.block_model import SHARED_BYTES
-from gpu_model.build import compiler
 from tests.support.attention_cases import (
     FUSED,
     MMA,
@@ -27,8 +24,6 @@ from tests.support.backends import OnTheModel
 from tests.support.model_attention import model, plan, readable_part
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.seeds import derived
-
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
 FP32, BF16 = torch.float32, torch.bfloat16
 

@@ -1,14 +1,11 @@
 """Attention as nvcc compiles it for Blackwell (compute capability 10.0 and later), where kernels
 keep in shared memory what they work on."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
 
-from gpu_model import build
 from gpu_model.block_model import POLICIES
 from gpu_model.ptx.interpreter import Program
 from tests.support.attention_cases import FUSED, PARTS, SPLIT, Case, compare, random_buckets
@@ -16,8 +13,6 @@ from tests.support.backends import OnTheModel
 from tests.support.model_attention import model, ptx_of
 from tests.support.model_checks import NEEDED
 from tests.support.seeds import derived
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
 
 
 @pytest.fixture(scope="module")

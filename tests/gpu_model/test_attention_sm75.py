@@ -1,14 +1,11 @@
 """Attention on a GPU of compute capability 7.5: fp16 and fp32 with 64 KiB of shared memory a block,
 and what nvcc makes of it there, without asynchronous copies and by products of half the depth."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
 
-from gpu_model import build
 from gpu_model.block_model import POLICIES
 from gpu_model.ptx.interpreter import Program
 from tests.support.attention_cases import (
@@ -24,8 +21,6 @@ from tests.support.backends import OnTheModel
 from tests.support.model_attention import model, ptx_of
 from tests.support.model_checks import NEEDED
 from tests.support.seeds import derived
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
 
 HEAD_DIMS = [32, 64, 96, 128]
 LENGTHS = [33, 0, 130, 5]

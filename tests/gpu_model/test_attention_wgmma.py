@@ -4,15 +4,12 @@ barrier, wait and fence is needed, and which launches take them.
 What they compute is in tests/ops, for every backend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from gpu_model.build import compiler
 from tests.support.attention_cases import (
     FUSED,
     MMA,
@@ -28,8 +25,6 @@ from tests.support.backends import OnTheModel
 from tests.support.model_attention import model, readable_part, wgmma_plan
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.seeds import derived
-
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
 BF16 = torch.bfloat16
 

@@ -16,7 +16,6 @@ from tests.support.model_checks import NEEDED, assert_every_site_is_needed
 from tests.support.seeds import derived
 
 HERE = build.KERNELS
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,11 @@
 """The CUDA kernels of clip_bucket_ on the model of a block: barriers."""
 
-from __future__ import annotations
-
 import math
 
-import pytest
 import torch
 
-from gpu_model import build
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.model_clip import clip_bucket_into, model
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
 def test_every_barrier_is_needed() -> None:

@@ -1,11 +1,8 @@
 """The CUDA kernels of embedding_layer_norm on the model of a block: the sort, and barriers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from gpu_model.build import compiler
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.model_embedding import (
     embedding_layer_norm,
@@ -15,8 +12,6 @@ from tests.support.model_embedding import (
 )
 from tests.support.op_checks import RNG, embedding_operands
 from tests.support.seeds import derived
-
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
 
 @pytest.mark.parametrize("entries", [1, 2, 256, 257, 30522, 70000])

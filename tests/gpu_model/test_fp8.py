@@ -1,8 +1,6 @@
 """Rounding to 8 bits on the model of a block (the conversion, barriers), and 8-bit products on a
 model of cuBLASLt that refuses epilogues. Values are in tests/ops, for every backend."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -10,12 +8,10 @@ import torch
 from torch import Tensor
 
 from bert_unpad.ops.fp8 import quantize_fp8  # on a CPU: by PyTorch
-from gpu_model.build import compiler
 from tests.support import model_fp8
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.seeds import derived
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 BIAS_EPILOGUE = 4  # as in csrc/linear/cublaslt.h
 FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}  # by `e5m2`
 

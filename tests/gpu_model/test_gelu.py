@@ -1,13 +1,10 @@
 """The CUDA kernels of bias_gelu and glu on the model of a block: barriers, and scratch memory."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest
 import torch
 
-from gpu_model import build
 from tests.support.model_checks import DTYPES, assert_every_site_is_needed
 from tests.support.model_gelu import (
     bias_gelu,
@@ -17,8 +14,6 @@ from tests.support.model_gelu import (
     glu_backward,
     glu_model,
 )
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
 def test_scratch_memory_of_a_large_layer() -> None:

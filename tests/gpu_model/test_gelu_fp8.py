@@ -1,15 +1,9 @@
 """GELU that writes 8 bits on the model of a block: barriers."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 
-from gpu_model.build import compiler
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.model_fp8 import bias_gelu_fp8, bias_gelu_fp8_backward, gelu_model
-
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
 
 def test_every_barrier_is_needed() -> None:

@@ -12,7 +12,6 @@ from gpu_model.block_model import Model
 from tests.support.model_linear import own_library
 from tests.support.seeds import derived
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/common/types.h
 
 

@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpu_model import build
 from tests.support.model_checks import DTYPES
 from tests.support.model_linear import own_library
 from tests.support.seeds import derived
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 LOW = (torch.bfloat16, torch.float16)
 # The numbers of csrc/linear/cublaslt.h.
 BIAS, GELU_AUX_BIAS, DGELU, BGRADB = 4, 164, 192, 512

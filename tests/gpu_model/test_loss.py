@@ -1,15 +1,9 @@
 """The CUDA kernels of masked_cross_entropy on the model of a block: barriers."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 
-from gpu_model import build
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.model_loss import masked_cross_entropy, masked_cross_entropy_backward, model
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
 def test_every_barrier_is_needed() -> None:

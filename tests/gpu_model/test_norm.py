@@ -1,13 +1,10 @@
 """The CUDA kernels of dropout_add_layer_norm on the model of a block: barriers, scratch memory."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest
 import torch
 
-from gpu_model.build import compiler
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.model_norm import (
     NormCudaParams,
@@ -18,8 +15,6 @@ from tests.support.model_norm import (
 )
 from tests.support.op_checks import RNG
 from tests.support.seeds import derived
-
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
 
 def test_scratch_memory_of_a_large_layer() -> None:

@@ -1,18 +1,12 @@
 """dropout_add_layer_norm that writes 8 bits too, on the model of a block: barriers."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 
-from gpu_model.build import compiler
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.model_fp8 import dropout_add_layer_norm_fp8
 from tests.support.model_norm import model
 from tests.support.op_checks import RNG
 from tests.support.seeds import derived
-
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
 
 
 def test_every_barrier_is_needed() -> None:

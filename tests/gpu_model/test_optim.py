@@ -1,17 +1,12 @@
 """The CUDA kernels of the operators over lists of tensors on the model of a block: barriers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from gpu_model import build
 from tests.support import frozen_reference
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.model_optim import frozen_lamb_sums_, lamb_, model, stable_adamw_
 from tests.support.optim_reference import draw_state
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,13 @@ An interpreter that misses faults would be worse than none, so this makes each o
 message.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
 
-from gpu_model import build
 from gpu_model.ptx.interpreter import Program
 from tests.support.ptx_kernels import ADDRESSES, POLICIES, launch_all, program
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
 def fault(body: str, message: str, *, warps: int = 2, seeds: int = 3, **options) -> None:

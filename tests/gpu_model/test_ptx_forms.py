@@ -1,7 +1,5 @@
 """The PTX interpreter and the asynchronous instructions of sm_90a as nvcc makes them."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import subprocess
@@ -16,10 +14,7 @@ from tests.support.ptx_kernels import POLICIES
 from tests.support.seeds import derived
 from tests.support.wgmma_kernels import Operand, gathered
 
-pytestmark = [
-    pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler"),
-    pytest.mark.skipif(compiler.nvcc() is None, reason="needs nvcc"),
-]
+pytestmark = pytest.mark.skipif(compiler.nvcc() is None, reason="needs nvcc")
 SUPPORT = build.ROOT / "tests" / "support"
 
 

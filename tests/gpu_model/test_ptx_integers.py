@@ -4,8 +4,6 @@ Operands are random bits and what is special: 0, the ends of the ranges, shifts 
 more.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -13,11 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_model import build
 from tests.support.ptx_kernels import evaluate
 from tests.support.seeds import derived
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 INTS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 

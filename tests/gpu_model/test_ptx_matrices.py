@@ -1,8 +1,6 @@
 """The PTX interpreter's tensor-core instructions, with the layouts as the PTX ISA gives them for
 each element, and the primitives of csrc/cuda as nvcc compiles them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +10,6 @@ from gpu_model.block_model import POLICIES, Model, compiled_for
 from gpu_model.ptx.compiler import nvcc
 from tests.support.ptx_kernels import evaluate, program
 from tests.support.seeds import derived
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 LANE = torch.arange(32)
 GROUP, MEMBER = LANE // 4, LANE % 4

@@ -1,14 +1,9 @@
 """The PTX interpreter's mbarriers, bulk copies, and copies that arrive at mbarriers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from gpu_model import build
 from tests.support.ptx_kernels import POLICIES, program
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 # mbarriers at offset 0, 8, ...; data from 1,024 on.
 SHARED = 1024 + 8192

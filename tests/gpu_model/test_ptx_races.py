@@ -4,19 +4,13 @@ Two accesses of one word by different threads, one of them a write and not both 
 unless a chain of program order, barriers and mbarriers leads from one to the other.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 
-import pytest
 import torch
 
-from gpu_model import build
 from tests.support.ptx_kernels import POLICIES, program
 from tests.support.seeds import derived
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 WARPS, WORDS, LANES = 3, 3, (0, 7)
 ACCESSES = {"st": "st.shared.u32 {}, %t", "ld": "ld.shared.u32 %r2, {}",

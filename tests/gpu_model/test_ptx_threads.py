@@ -1,15 +1,10 @@
 """The PTX interpreter's threads and memory: what lanes do together, and what they reach."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from gpu_model import build
 from tests.support.ptx_kernels import ADDRESSES, evaluate, launch_all, program
 from tests.support.seeds import derived
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 LANES = torch.arange(32)
 

@@ -1,11 +1,8 @@
 """The PTX interpreter's wgmma: layouts of operands in shared memory and registers, and values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from gpu_model import build
 from tests.support.ptx_kernels import POLICIES
 from tests.support.seeds import derived
 from tests.support.wgmma_kernels import (
@@ -23,8 +20,6 @@ from tests.support.wgmma_kernels import (
     scattered,
     store_sums,
 )
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 BEGIN = FENCE + "bar.sync 0; wgmma.fence.sync.aligned;\n"
 END = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;\n"

@@ -3,12 +3,9 @@
 One kernel of 128 threads has a chain of wgmma; each case changes a part of its text.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from gpu_model import build
 from tests.support.ptx_kernels import POLICIES
 from tests.support.wgmma_kernels import (
     Operand,
@@ -20,8 +17,6 @@ from tests.support.wgmma_kernels import (
     product,
     store_sums,
 )
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 BYTES = 16384
 A = Operand(torch.randn(64, 64).bfloat16(), 1, True)

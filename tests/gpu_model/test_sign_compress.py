@@ -1,15 +1,9 @@
 """The CUDA kernels of the sign_* operators on the model of a block: barriers."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 
-from gpu_model import build
 from tests.support.model_checks import assert_every_site_is_needed
 from tests.support.model_signs import model, sign_scale
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
 def test_every_barrier_is_needed() -> None:

@@ -1,7 +1,5 @@
 """Who gets which counters (csrc/cuda/tickets.h), on the model of the CUDA runtime."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 
@@ -9,8 +7,6 @@ import pytest
 
 from gpu_model import build
 from gpu_model.block_model import Model
-
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
 class Tickets:

@@ -1,7 +1,5 @@
 """Packed batches of classification, regression and token classification, against padded stock."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Batches of equal cost: what they hold, and how the trainers of Hugging Face use them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

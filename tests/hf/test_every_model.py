@@ -1,8 +1,6 @@
 """The models of docs/models.md by `attn_implementation="bert_unpad_flash"`: each is what the page
 says, with small random weights, in outputs and gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re

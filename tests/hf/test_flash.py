@@ -1,7 +1,5 @@
 """`attn_implementation="bert_unpad_flash"` against sdpa, padded and packed, with gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """GLiNER on packed tokens: DeBERTa within a model that is not of transformers."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

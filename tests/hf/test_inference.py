@@ -1,7 +1,5 @@
 """Layers as one operator where nothing is trained, in fp32 and in 8 bits."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

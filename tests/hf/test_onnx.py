@@ -1,7 +1,5 @@
 """Models go to ONNX as stock ones, with a warning; a plain torch.export keeps our operators."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Linear layers side by side: one product, or several into one buffer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,8 +1,6 @@
 """sentence-transformers on packed tokens: by the string, which makes it flatten its batches, and by
 `unpad`, where it pads."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

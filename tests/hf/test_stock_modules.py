@@ -1,7 +1,5 @@
 """`unpad` of families whose own forward runs on packed tokens, against the stock models."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

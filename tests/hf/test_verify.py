@@ -1,7 +1,5 @@
 """`unpad(model, verify=True)` and `verify(model)`: right models pass, planted faults are found."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

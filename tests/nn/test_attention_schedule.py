@@ -1,7 +1,5 @@
 """Length groups in a model and in the trainer: attention gets those of its batch, both passes."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """A config.json with a value of another type: a ValueError that names a field, or it is taken."""
 
-from __future__ import annotations
-
 import pytest
 
 from bert_unpad.nn import PRESETS, EncoderConfig

@@ -1,7 +1,5 @@
 """config.json of every family: what is refused, and what the parts of a family are."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

@@ -4,8 +4,6 @@ Which it computes in float64 too: how much a model's random weights magnify the 
 its own error says.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -1,7 +1,5 @@
 """Every family under `torch.compile` and under bf16 autocast."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Families whose layers share weights or norms, on two ranks: DDP and FSDP2."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Training with every family: dropout, rows of the last layer, recomputation, empty batches."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

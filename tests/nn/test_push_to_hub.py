@@ -1,7 +1,5 @@
 """A model on the Hugging Face Hub: what is uploaded, without a network."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,13 +1,12 @@
 """Recomputing in the backward pass changes no bit of a model's step, and keeps what it says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from bert_unpad.nn import BertForPreTraining
+from bert_unpad.nn.rng import keyed_dropout
 from tests.nn.test_bert import TINY, backward, make_inputs, make_model
 from tests.support.seeds import derived
 
@@ -31,6 +30,16 @@ def test_no_bit_changes(recompute: str, dtype: torch.dtype, hidden_act: str) -> 
     plain = results(model, "none", dtype)
     for got, want in zip(results(model, recompute, dtype), plain, strict=True):
         assert torch.equal(got, want)
+
+
+def test_dropout_follows_its_key() -> None:
+    x = torch.randn(20, 16)
+    first, again, other = (keyed_dropout(x, 0.5, torch.tensor([key, 3])) for key in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    kept = first != 0
+    assert 0.3 < kept.float().mean() < 0.7
+    assert torch.equal(first[kept], 2 * x[kept])
 
 
 def saved_bytes(model: BertForPreTraining, recompute: str, lengths: list[int]) -> int:

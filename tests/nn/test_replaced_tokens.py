@@ -1,7 +1,5 @@
 """Replaced-token detection: drawing, replacing, the two losses, and Hugging Face's files."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

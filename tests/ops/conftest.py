@@ -5,8 +5,6 @@ BERT_UNPAD_PTX_TESTS says how many run on `ptx`: `all`, `sample` (the default: o
 test) or `none`. Without a GPU one case of each test is skipped on `cuda`, the others are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
 

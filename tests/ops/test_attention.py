@@ -1,7 +1,5 @@
 """Variable-length attention: values against the reference, dropout masks, and that bits repeat."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

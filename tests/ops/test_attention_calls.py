@@ -1,7 +1,5 @@
 """Calls of attention: schedules, torch.compile, and errors that name what is wrong."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

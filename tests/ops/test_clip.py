@@ -1,7 +1,5 @@
 """Clipping of a gradient bucket against the formula in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Scales from earlier updates: the published rule, window, saved state; GELU that uses them."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -18,16 +16,12 @@ from bert_unpad.ops.delayed_scaling import DelayedScale, DelayedScaling, LinearS
 from bert_unpad.ops.fp8 import quantize_by, quantize_fp8
 from bert_unpad.ops.gelu_fp8 import bias_gelu_fp8, bias_gelu_fp8_backward
 from tests.nn.test_bert import make_inputs, make_model
-from tests.support.fp8_training import SIZES, assert_near, train
+from tests.support.fp8_training import SIZES, assert_near, noted, train
+from tests.support.linear_cases import draw
 from tests.support.processes import run_ranks
 from tests.support.seeds import derived
 
 LARGEST = (448.0, 57344.0)  # of inputs and gradients
-
-
-def draw(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(derived(seed))
-    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 @pytest.mark.parametrize("window", [1, 3, 1024])
@@ -99,10 +93,6 @@ def test_tiny_values_have_a_finite_reciprocal():
 def test_bad_window():
     with pytest.raises(ValueError, match="window: expected a number >= 1, got 0"):
         DelayedScaling(1, window=0)
-
-
-def noted(scale: float) -> DelayedScale:
-    return DelayedScale(torch.tensor(scale), torch.zeros(1024))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,8 +3,6 @@
 Statistics are in units of their standard deviations (z) under independence; seeds are fixed.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Embeddings + LayerNorm + dropout against the plain reference."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """A whole encoder layer as one operator, against fp64, in fp32 and with weights in 8 bits."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -71,9 +69,8 @@ def make(
     if rms:
         norms = tuple(None if n is None else Affine(n.weight, None) for n in parameters.norms)
         parameters = replace(parameters, norms=norms)
-    shape = LayerShape(
-        heads, kv_heads, head_dim, intermediate, "gelu", rms, norms_first, (1e-5,) * 3
-    )
+    eps = (1e-3, 1e-2, 1e-1)  # of each norm its own
+    shape = LayerShape(heads, kv_heads, head_dim, intermediate, "gelu", rms, norms_first, eps)
     return parameters, shape._replace(**more)
 
 
@@ -171,7 +168,7 @@ FORMS = {
     "norms first": {"norms_first": True, "activation": "gelu_tanh"},
     "ModernBERT's": {
         **{"gated": True, "norms_first": True, "biases": False},
-        **{"window": (6, 6), "rotary": (10000.0, 1.0)},
+        **{"window": (6, 3), "rotary": (10000.0, 1.0)},
     },
     "EuroBERT's": {
         **{"gated": True, "norms_first": True, "rms": True, "biases": False, "kv_heads": 2},

@@ -1,7 +1,5 @@
 """Linear layers in 8 bits: rounding, gradients, and a model that trains with them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -20,12 +18,11 @@ from bert_unpad.ops.fp8 import (
     renew_quantized,
 )
 from tests.nn.test_bert import make_inputs, make_model
-from tests.support.backends import Backend
+from tests.support.backends import GPU, Backend
 from tests.support.fp8_training import SIZES, assert_near, train
-from tests.support.seeds import derived
+from tests.support.linear_cases import draw
+from tests.support.op_checks import assert_same_numbers
 
-# Kernels on a GPU give what PyTorch gives on a CPU.
-GPU = pytest.mark.backends("block", "ptx", "cuda")
 ALL_BUT_CUDA = pytest.mark.backends("cpu", "block", "ptx")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # No row; one; a tile and a bit; several tiles for a block.
@@ -36,19 +33,8 @@ SHAPES = [
 FORMATS = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}  # by `e5m2`
 
 
-def draw(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(derived(seed))
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
 def bytes_of(results: Sequence[Tensor]) -> list[Tensor]:
     return [t.flatten().view(torch.uint8) for t in results]
-
-
-def assert_same_numbers(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
-    """NaN may have other bits."""
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @GPU

@@ -1,7 +1,5 @@
 """Updates by a variance that no longer changes, against float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -54,7 +52,9 @@ def gradients(state: State, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(p.shape).to(device, dtype) for p in state.params]
 
 
-def run(state: State, grads: list[Tensor], rule: FrozenRule, norm=None, skipped=None) -> None:
+def run(
+    state: State, grads: list[Tensor], rule: FrozenRule, norm=None, skipped=None, eps: float = EPS
+) -> None:
     counted, device = rule.variance_step, state.params[0].device
     ops.frozen_adam_(
         *(state.params, grads, state.exp_avgs, state.exp_avg_sqs, state.steps),
@@ -65,7 +65,7 @@ def run(state: State, grads: list[Tensor], rule: FrozenRule, norm=None, skipped=
         norm=norm,
         skipped=skipped,
         betas=BETAS,
-        eps=EPS,
+        eps=eps,
         weight_decay=rule.weight_decay,
         averaged=rule.averaged,
         bias_correction=rule.bias_correction,
@@ -112,10 +112,11 @@ def check_frozen_adam(state: State, grads: list[Tensor], rule: FrozenRule) -> No
             torch.testing.assert_close(state.params[i].double(), want, rtol=rtol, atol=rtol)
 
 
-def test_a_weight_without_a_variance_only_decays(backend: Backend) -> None:
+@pytest.mark.parametrize("eps", [EPS, 0.0])
+def test_a_weight_without_a_variance_only_decays(backend: Backend, eps: float) -> None:
     state = on(backend, draw([(9,)], torch.float32, False))
     before = state.params[0].clone()
-    run(state, gradients(state, torch.float32), FrozenRule())
+    run(state, gradients(state, torch.float32), FrozenRule(), eps=eps)
     without = state.exp_avg_sqs[0] == 0
     assert without.any()
     torch.testing.assert_close(state.params[0][without], before[without] * (1 - 0.01 * 0.1))

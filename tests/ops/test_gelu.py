@@ -1,7 +1,5 @@
 """Bias + GELU against the plain reference."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,17 +1,14 @@
 """GELU that writes 8 bits, forward and backward: near what PyTorch gives on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
 from bert_unpad.ops.delayed_scaling import DelayedScale
 from bert_unpad.ops.gelu_fp8 import bias_gelu_fp8, bias_gelu_fp8_backward
-from tests.support.backends import Backend
+from tests.support.backends import GPU, Backend
 from tests.support.seeds import derived
 
-GPU = pytest.mark.backends("block", "ptx", "cuda")
 SCALES = {False: 0.02, True: 1e-4}  # by whether it is a gradient
 
 

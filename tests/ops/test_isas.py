@@ -1,7 +1,5 @@
 """The row-wise operators and attention in every instruction set this machine has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

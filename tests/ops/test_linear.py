@@ -4,8 +4,6 @@ The products that only a GPU takes (with epilogues) run on a CPU too: there the 
 them are PyTorch's, so what autograd makes of them can be compared.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,13 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from bert_unpad import ops
 from bert_unpad.ops import matmul
 from tests.support import processes as mp
-from tests.support.backends import Backend
+from tests.support.backends import GPU, Backend
 from tests.support.linear_cases import draw, gradients, leaves, plain_linear
 from tests.support.reference import assert_as_good_as_pytorch
 from tests.support.seeds import derived
 
 CUDA = pytest.mark.backends("cuda")
-GPU = pytest.mark.backends("block", "ptx", "cuda")
 LOW = (torch.bfloat16, torch.float16)
 # fp32 products are PyTorch's on a GPU.
 DTYPES = [pytest.param(torch.float32, marks=pytest.mark.backends("cpu")), *LOW]

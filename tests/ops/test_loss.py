@@ -1,7 +1,5 @@
 """Cross-entropy of masked tokens against the plain reference."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What operators on matrices that Python implements on a CPU say of wrong arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

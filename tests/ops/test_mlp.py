@@ -1,7 +1,5 @@
 """The feed-forward half of a layer, against plain formulas."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

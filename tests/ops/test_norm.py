@@ -1,7 +1,5 @@
 """Dropout + residual + LayerNorm against the plain reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """LayerNorm without a bias, RMSNorm, both alone, and the sum beside its norm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The norm that rounds its result to 8 bits too: the bits of two steps, alone and in models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +16,9 @@ from bert_unpad.ops.norm_fp8 import dropout_add_norm_fp8
 from tests.nn.test_bert import make_inputs, make_model
 from tests.support.backends import Backend
 from tests.support.fp8_training import SIZES as TRAINED_SIZES
-from tests.support.fp8_training import train
-from tests.support.op_checks import RNG
+from tests.support.fp8_training import noted, train
+from tests.support.op_checks import RNG, assert_same_numbers
 from tests.support.seeds import derived
-
-
-def noted(scale: float) -> DelayedScale:
-    return DelayedScale(torch.tensor(scale), torch.zeros(1024))
 
 
 def leaves_of(rows: int, hidden: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -74,11 +68,6 @@ def results_of(
     return [y, *([] if total is None else [total]), q, kept, *gradients, scale.largest.max()]
 
 
-def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.sanitizer
 @pytest.mark.parametrize(
     ("rms", "return_sum", "p", "bare"),
@@ -108,8 +97,8 @@ def test_the_bits_are_those_of_two_steps(
     once = return_sum or backend.name == "cpu"
     for _ in [None] if once else backend.schedules_and_sizes():
         got = run(dropout_add_norm_fp8)
-        assert_same(got[:5], want[:5])
-        assert_same(got, run(separately))  # sums over rows: their order follows from the size
+        assert_same_numbers(got[:5], want[:5])
+        assert_same_numbers(got, run(separately))  # the size orders sums over rows
 
 
 @pytest.mark.parametrize("hidden", [64, 1040])
@@ -126,7 +115,7 @@ def test_odd_values(backend: Backend, hidden: int) -> None:
     q, kept, _ = quantize_by(y, False, True, scales[0])
     assert (q.float() == 448).any()
     got, rounded = dropout_add_norm_fp8(*inputs[:4], scales[1], x_bias=inputs[4], eps=1e-5)
-    assert_same([got, *rounded[:2]], [y, q, kept])
+    assert_same_numbers([got, *rounded[:2]], [y, q, kept])
     assert scales[1].largest.max() == scales[0].largest.max() == torch.inf
 
 

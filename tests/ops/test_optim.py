@@ -1,7 +1,5 @@
 """Norm, scaling, Adam, LAMB and StableAdamW over lists of tensors, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Weight gradients by our own product on a CPU, against fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The dropout masks: the published Philox, the same mask everywhere, and the exact keep rate."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

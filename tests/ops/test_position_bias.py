@@ -1,7 +1,5 @@
 """Position biases of attention: the kernels against the reference, buckets against transformers."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Rotary position embeddings against the plain reference, and against transformers' functions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

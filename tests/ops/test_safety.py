@@ -1,7 +1,5 @@
 """What every operator refuses instead of crashing or giving a wrong number."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Compression to signs, and the mean of what was compressed, against plain PyTorch."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

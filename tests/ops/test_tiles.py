@@ -3,8 +3,6 @@
 On a CPU with AMX also the model against the instructions.
 """
 
-from __future__ import annotations
-
 import ctypes
 import platform
 

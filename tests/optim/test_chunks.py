@@ -1,7 +1,5 @@
 """Updates chunk by chunk: the bits of an update of all parameters at once, and the order."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Deep copies and pickles of optimizers: they go on with the same bits, and have all there is."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Muon: iterations against an SVD, steps against plain float64 and PyTorch, several ranks."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

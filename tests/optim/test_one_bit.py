@@ -1,7 +1,5 @@
 """1-bit Adam, 1-bit LAMB and 0/1 Adam on real ranks, against simulations of their papers."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One-bit optimizers where a parameter, a group, a rank or the order of calls is not as usual."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

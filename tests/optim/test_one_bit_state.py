@@ -1,7 +1,5 @@
 """State, precision and options of 1-bit Adam, 1-bit LAMB and 0/1 Adam; what they refuse."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """FusedAdam, FusedLAMB and FusedStableAdamW: 200 steps, state dicts, groups, and skipped steps."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

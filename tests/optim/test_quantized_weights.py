@@ -1,7 +1,5 @@
 """Weights that the optimizer writes in 8 bits too: the bits of rounding in every forward pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Weights that the optimizer writes in 16 bits too: the same bits, and never an old copy."""
 
-from __future__ import annotations
-
 import io
 from functools import partial
 

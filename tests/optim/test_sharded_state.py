@@ -1,7 +1,5 @@
 """The fused optimizers on parameters that are sharded or whose states are, and with a scaler."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

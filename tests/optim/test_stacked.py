@@ -1,7 +1,5 @@
 """Parameters that hold several matrices: each is updated as a parameter of its own."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`comm.hook: auto`: what it predicts, chooses and says, when links change, and in real runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The command `python -m bert_unpad.plan`, its calibration, and how it reads recipes."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Plans of every method and recipe of the trainer: sharding, one bit, growth, replaced tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import get_args
 

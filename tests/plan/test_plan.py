@@ -1,7 +1,5 @@
 """Plans: the time of an update, what fits, and which configuration is chosen."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The picture of a plan can be read."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which cores the processes of a machine are bound to."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Data that are damaged while a run reads them end it in one line, and the cache is made again."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A worker killed under torchrun: the agent starts all of them again, and the run goes on alone."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Which held-out examples are evaluated, where there are more than asked for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Masked-token accuracy as MLPerf's reference counts it: over all masks that the files bring."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Runs in 8 bits: weights that the optimizer keeps rounded have the bits of rounding in every pass,
 and delayed scales are resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

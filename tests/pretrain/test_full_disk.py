@@ -1,7 +1,5 @@
 """A run whose disk is full says so in one line, on all ranks, and continues once there is room."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

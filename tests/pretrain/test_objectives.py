@@ -1,7 +1,5 @@
 """Whole runs of each objective: what they learn and report, and going on with the same bits."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank that hangs, dies, fails or never joins is named by the others."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

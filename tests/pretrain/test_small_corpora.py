@@ -1,7 +1,5 @@
 """Corpora of one document, and of many short ones: what the log says of them."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

@@ -1,7 +1,5 @@
 """What ranks get equal shares of: the model's own operations, or measured seconds."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from types import SimpleNamespace

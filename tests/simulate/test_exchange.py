@@ -1,7 +1,5 @@
 """Exchanges of examples in simulated epochs, and what more ranks cost."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

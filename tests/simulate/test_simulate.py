@@ -1,7 +1,5 @@
 """The load-balancing simulation and its command line."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Attention against the reference: arguments, and the kernels that a test runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from bert_unpad import ops
 from tests.support import reference
-from tests.support.backends import Backend
+from tests.support.backends import GPU, Backend
 from tests.support.op_checks import RNG, cu_seqlens
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -22,7 +20,6 @@ PARTS = ("table", "query", "key")
 FUSED, SPLIT = 1, 10_000
 # Compute capabilities on which the kernels with mma.sync and those with wgmma run.
 MMA, WGMMA = (10, 0), (9, 0)
-GPU = pytest.mark.backends("block", "ptx", "cuda")
 MODELS = ("block", "ptx")
 
 

@@ -50,6 +50,8 @@ BACKENDS = [
         ],
     ),
 ]
+GPU = pytest.mark.backends("block", "ptx", "cuda")
+"""Kernels of a GPU, on whatever executes them."""
 
 _operators: dict[str, tuple[Callable[[], Model], Callable[..., Any]]] = {}
 

@@ -1,7 +1,5 @@
 """Small models and lengths for tests of cost models."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from bert_unpad.nn import BertConfig

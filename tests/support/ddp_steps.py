@@ -1,7 +1,5 @@
 """Some steps of DDP, clipping, comm hook and optimizer on a model of two layers; one is NaN."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Small random models of every family, transformers' and ours, and batches for both."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Small encoders of random parts."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Makes epoch plans and takes them apart, for tests of the balancer."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from bert_unpad import _balancer

@@ -1,7 +1,5 @@
 """A few training steps of a model, with the encoder's linear layers in 16 or 8 bits."""
 
-from __future__ import annotations
-
 from statistics import fmean
 
 import pytest
@@ -9,11 +7,17 @@ import torch
 
 from bert_unpad.batch import PackedInputs
 from bert_unpad.nn import BertForPreTraining
+from bert_unpad.ops.delayed_scaling import DelayedScale
 from tests.support.seeds import derived
 
 # A small model whose weights can be in 8 bits: all sizes are multiples of 16.
 SIZES = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 STEPS = 8
+
+
+def noted(scale: float) -> DelayedScale:
+    """A scale that nothing has moved yet."""
+    return DelayedScale(torch.tensor(scale), torch.zeros(1024))
 
 
 def train(

@@ -1,7 +1,5 @@
 """Updates by a frozen variance in float64, and tensors to run the operators on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Arguments of the public functions of bert_unpad.ops that take tensors, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

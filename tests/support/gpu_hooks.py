@@ -7,8 +7,6 @@
   with the test that did it: pytest-xdist starts another worker for the rest.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator
 

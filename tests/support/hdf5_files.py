@@ -1,7 +1,5 @@
 """HDF5 files in MLPerf's layouts as tests make them: written with h5py alone, whole or damaged."""
 
-from __future__ import annotations
-
 import os
 
 import h5py

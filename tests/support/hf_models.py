@@ -1,7 +1,5 @@
 """Tiny random Hugging Face models of every served class, and what the tests compare."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

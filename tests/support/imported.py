@@ -1,7 +1,5 @@
 """Files of other formats: read by their importers, and imported to shards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from bert_unpad.data import ExampleBatch, WordPieceTokenizer

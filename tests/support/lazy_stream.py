@@ -1,7 +1,5 @@
 """A CPU as a GPU whose second stream does everything as late as it may."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of docs/training/combinations.md; `python -m tests.support.limit_table` writes it."""
 
-from __future__ import annotations
-
 from bert_unpad.pretrain.config.limits import GRAPHS_ON_RANKS, LIMITS, Limit
 from tests.support.paths import ROOT
 

@@ -1,7 +1,5 @@
 """What the tests of linear layers and of the feed-forward half share."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Random examples as MLPerf's files have them, made without the package."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from bert_unpad.data.text.tokenizer import SPECIAL_TOKENS

@@ -1,7 +1,5 @@
 """MDS shards as tests make them, after the format's description, without mosaicml-streaming."""
 
-from __future__ import annotations
-
 import json
 import struct
 

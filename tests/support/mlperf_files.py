@@ -1,7 +1,5 @@
 """MLPerf's benchmark BERT at toy size: its folder of files, settings of a run, lines of a log."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

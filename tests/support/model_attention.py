@@ -1,7 +1,5 @@
 """Variable-length attention on the model of a block."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache

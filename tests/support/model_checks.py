@@ -1,7 +1,5 @@
 """What the tests of kernels on the model of a block share (gpu_model/README.md)."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """embedding_layer_norm, and the sort of its backward pass, on the model of a block."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterable, Sequence
 from functools import cache

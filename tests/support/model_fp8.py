@@ -1,7 +1,5 @@
 """8-bit operators on the model of a block, and their products on the model of cuBLASLt."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """bias_gelu and gated linear units on the model of a block."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 

@@ -1,7 +1,5 @@
 """A linear layer's products on the model of cuBLASLt (gpu_model/cublaslt.h)."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 from functools import cache

@@ -1,7 +1,5 @@
 """masked_cross_entropy on the model of a block."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """dropout_add_layer_norm and its other forms on the model of a block."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The operators over lists of tensors on the model of a block."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from functools import cache

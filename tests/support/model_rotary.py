@@ -1,7 +1,5 @@
 """rotary_ and rotary on the model of a block."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from functools import cache

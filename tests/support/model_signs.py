@@ -1,7 +1,5 @@
 """The sign_* operators on the model of a block."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 

@@ -1,7 +1,5 @@
 """A corpus whose tokens are all different, so a token tells where it came from."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

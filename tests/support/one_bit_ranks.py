@@ -4,8 +4,6 @@ Each is written as its paper has it, with one list of tensors a rank. A sign tha
 turn would make two right runs differ for good, so `Signs` says how near to 0 it has come.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

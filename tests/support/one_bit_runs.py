@@ -1,7 +1,5 @@
 """A rank of 1-bit Adam, 1-bit LAMB or 0/1 Adam on the parameters of `one_bit_ranks`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks that the tests of several operators share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -15,6 +13,12 @@ from tests.support.processes import run_with
 T = TypeVar("T")
 # The key of every test's dropout masks, where no other is asked for.
 RNG = torch.tensor([123456789, 42])
+
+
+def assert_same_numbers(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    """NaN may have other bits."""
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def cu_seqlens(lengths: Sequence[int], device: str = "cpu") -> Tensor:

@@ -1,7 +1,5 @@
 """Arguments of every operator on `torch.ops.bert_unpad`, for what has to hold for all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adam, LAMB, LANS and StableAdamW in float64, as in their papers, and tensors to run on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Optimizers that a user might have written, which runs name by their import path."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

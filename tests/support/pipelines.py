@@ -1,7 +1,5 @@
 """Preparations of a small corpus, here and in processes of their own."""
 
-from __future__ import annotations
-
 import multiprocessing
 from multiprocessing.process import BaseProcess
 from pathlib import Path

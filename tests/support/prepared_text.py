@@ -1,7 +1,5 @@
 """Text to prepare, and what was prepared, for comparing."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The processes are forked from a server that has imported the trainer once, which
 seconds of importing; they are processes of their own otherwise, and may be killed.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

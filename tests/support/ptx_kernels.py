@@ -1,7 +1,5 @@
 """Small kernels in PTX for tests of the interpreter (gpu_model/ptx)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ show what plain PyTorch makes of the same formula in that precision. `philox` dr
 masks of csrc/common/philox.h again, in numpy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial

@@ -1,7 +1,5 @@
 """How many cases of a test run where one of them says nearly what all say."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Literal

@@ -1,7 +1,5 @@
 """Listings as cuobjdump prints them, for programs that tests write."""
 
-from __future__ import annotations
-
 from gpu_model.sm import sass
 from gpu_model.sm.sass import Function
 

@@ -4,8 +4,6 @@
 tests start read it from the environment.
 """
 
-from __future__ import annotations
-
 import os
 import random
 

@@ -1,7 +1,5 @@
 """Splitting documents into sentences by regular expressions, to compare the C++ with."""
 
-from __future__ import annotations
-
 import re
 
 # A sentence ends at .!? (and closing quotes) before white space and something that can begin a

@@ -1,7 +1,5 @@
 """A small module with all that a sharded update may meet, and data for it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Training with `ShardedOptimizer`, and with the optimizers that it shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

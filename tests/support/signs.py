@@ -1,7 +1,5 @@
 """Compression to signs in plain PyTorch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

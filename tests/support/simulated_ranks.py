@@ -4,8 +4,6 @@ Each function is one paper's algorithm, step by step, in float64. The tests run 
 real ranks and compare all weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Made-up files of GLUE and SQuAD, in the formats of the real ones."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

@@ -1,7 +1,5 @@
 """TFRecord files of BERT examples as tests make them, after the formats' descriptions alone."""
 
-from __future__ import annotations
-
 import struct
 
 from tests.support.masked_examples import LONGEST, PREDICTIONS

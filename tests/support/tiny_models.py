@@ -4,8 +4,6 @@ A configuration is the class's own with smaller sizes, by the names of its field
 from the arguments of `forward`. What neither gets right has a row in `CONFIGS` or `INPUTS`.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

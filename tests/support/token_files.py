@@ -1,7 +1,5 @@
 """Files of token ids as tests make them, without the libraries that usually write them."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -6,8 +6,6 @@ as bits; those of other shapes, or of other operations, are equal to rounding, a
 is here. No bound was measured on some machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Layouts are built from what the PTX ISA and CUTLASS (cute/atom/mma_traits_sm90_g
 them: matrices of lines, whose pieces of 16 bytes are permuted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Files that are compressed with gzip, bzip2, xz or zstd, known by the ending of their names."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import importlib

@@ -1,7 +1,5 @@
 """Finished examples of MLPerf's BERT, with segments, masks and labels, to a checked batch."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

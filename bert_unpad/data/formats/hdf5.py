@@ -24,8 +24,6 @@ errors before anything is opened. A dataset can also declare huge numbers of val
 written.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

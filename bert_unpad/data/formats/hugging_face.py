@@ -1,7 +1,5 @@
 """Data sets of the Hugging Face `datasets` library: each row is one document."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

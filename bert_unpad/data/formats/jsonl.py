@@ -1,7 +1,5 @@
 """JSON Lines: a line is an object with a document as one of its entries."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

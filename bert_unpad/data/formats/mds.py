@@ -12,8 +12,6 @@ open. Format: `streaming/base/format/mds/` of mosaicml-streaming. Other columns 
 some encodings are pickles. A shard, which has some dozen megabytes, is in memory while it is read.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

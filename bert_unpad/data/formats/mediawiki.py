@@ -5,8 +5,6 @@ arXiv:1810.04805, section 3.1) only text passages are kept: no lists, tables or 
 footnotes, formulas and pictures are left out too.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import re

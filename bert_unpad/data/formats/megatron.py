@@ -11,8 +11,6 @@ NAME.bin has the ids of all sequences, one after another. NAME.idx has, little-e
 Format: `megatron/core/datasets/indexed_dataset.py` of Megatron-LM. The index is memory-mapped.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from pathlib import Path

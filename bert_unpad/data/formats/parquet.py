@@ -1,7 +1,5 @@
 """Parquet files with a column of lists of token ids, such as Hugging Face's data sets have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Its files are parsed, not imported, because importing would run their code.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

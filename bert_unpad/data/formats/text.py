@@ -1,7 +1,5 @@
 """Plain text: a blank line ends a document (the format of Google's BERT), or the file does."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from pathlib import Path

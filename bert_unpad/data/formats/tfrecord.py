@@ -19,8 +19,6 @@ messages (protobuf, and tfrecord on top of it) make a Python object of every num
 `tensorflow/core/example/example.proto` and `feature.proto`.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

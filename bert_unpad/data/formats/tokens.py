@@ -5,8 +5,6 @@ cutting sequences to examples, special tokens, and checks. Examples have one seg
 and masks are drawn in every epoch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 

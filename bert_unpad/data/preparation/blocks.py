@@ -6,8 +6,6 @@ Text files are cut by bytes, between documents, JSON Lines between lines, and da
 order, see `ordered_sources.py`.
 """
 
-from __future__ import annotations
-
 import codecs
 import functools
 import re

@@ -1,7 +1,5 @@
 """What all stages of a preparation know: its folder, its settings, and what was found so far."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -6,8 +6,6 @@ entry is made in a folder of its own that is renamed at the end; a build that wa
 continued.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -11,8 +11,6 @@ tasks of the first pipeline, but not on that of the second. A task that was kill
 was.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

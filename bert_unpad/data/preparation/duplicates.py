@@ -5,8 +5,6 @@ stored in ascending order, so all ranges together read them once. Of documents w
 the first of the corpus stays.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

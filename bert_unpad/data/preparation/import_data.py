@@ -4,8 +4,6 @@ The pieces are joined at the end, as those of a preparation are. What was killed
 same command: finished pieces are kept.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

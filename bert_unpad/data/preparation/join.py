@@ -3,8 +3,6 @@
 Joining copies the small columns, which have some bytes an example, and moves the files of tokens.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Locks on files, which the kernel releases when their process ends in any way."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

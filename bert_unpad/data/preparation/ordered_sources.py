@@ -5,8 +5,6 @@ each an ordered source. The blocks of a source are numbered when all sources hav
 of the first source first.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

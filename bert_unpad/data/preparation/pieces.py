@@ -1,7 +1,5 @@
 """The third stage: the examples of a block, as a shard."""
 
-from __future__ import annotations
-
 import errno
 import time
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ files that are read in order), so both can be divided into parts for a scheduler
 parts together. Parts share a lock; a whole preparation and `join` hold it alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

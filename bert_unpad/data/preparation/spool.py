@@ -5,8 +5,6 @@ block appear last and under their final name only when they are complete: a bloc
 done, whatever was killed.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

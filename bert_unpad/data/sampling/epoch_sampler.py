@@ -4,8 +4,6 @@ A sampler has one active iterator. A second iterator, or moving the sampler, mak
 raise an error, because both would move the position.
 """
 
-from __future__ import annotations
-
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping

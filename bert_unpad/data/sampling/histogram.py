@@ -8,8 +8,6 @@ packing paper (Krell, Kosec, Perez, Fitzgibbon: Efficient Sequence Packing witho
 Cross-contamination, arXiv:2107.02027), in `histograms.py` of the packedBERT tutorial.
 """
 
-from __future__ import annotations
-
 from importlib import resources
 from os import PathLike
 from pathlib import Path

@@ -4,8 +4,6 @@ The global batch of a step does not depend on speeds. So its gradient is that of
 example still occurs once per epoch, and speeds may change while an epoch runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ once per epoch, and a position in the epoch is that of the sampler of parts. How
 update takes depends on its number alone, so it is the same on any number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

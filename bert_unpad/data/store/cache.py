@@ -1,7 +1,5 @@
 """The cache folder, and what reading has found damaged in it."""
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The interface of a set of examples, independent of its file format."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Manifests: the file of a data folder that lists the other files, their sizes and digests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

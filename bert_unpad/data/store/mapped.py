@@ -7,8 +7,6 @@ Reading what a file that was cut off no longer has ends a process by SIGBUS, wit
 `check_mapped` looks at its size just before each batch is read: some microseconds a file.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

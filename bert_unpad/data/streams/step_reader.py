@@ -1,7 +1,5 @@
 """Reads one rank's share of each step from its stream, in a background thread, for an exchange."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace

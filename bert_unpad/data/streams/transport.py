@@ -8,8 +8,6 @@ and then to the other node. A rank then talks to (ranks of a node) + (nodes) oth
 all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Documents as ids: what examples are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ or joined to the ones before it (Liu et al., 2019, arXiv:1907.11692, section 4.2
 two). Nothing of them is random. Examples are made in blocks, by array operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

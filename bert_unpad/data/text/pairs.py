@@ -7,8 +7,6 @@ So a pair is drawn as five integers, and tokens are gathered afterwards in block
 only Python loop, and it runs over examples instead of tokens.
 """
 
-from __future__ import annotations
-
 import random
 from bisect import bisect_left
 from collections.abc import Iterator

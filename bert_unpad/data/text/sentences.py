@@ -4,8 +4,6 @@ Cleaned text has a sentence a line, with single spaces between words. What ident
 the SHA-256 of its words: two documents are the same if they differ only in white space.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

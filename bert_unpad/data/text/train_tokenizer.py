@@ -4,8 +4,6 @@ With the `tokenizers` library. The special tokens and their ids are those of a t
 vocabulary, so examples look the same whatever made them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 

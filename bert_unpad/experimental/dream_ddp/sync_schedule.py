@@ -5,8 +5,6 @@ backward pass. Layers are numbered in that order, and times count from the momen
 of layer 0 is ready, so the time that layer 0 takes does not matter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """MTDAO: Adam with a slow momentum, whose steps are local and whose state is averaged at times."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ A further family is a further row: which of its config.json's fields is which of
 and how its tensors are named. The parts themselves are in `bert_unpad.nn`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from bert_unpad.nn.families.bert_like import ALBERT, BERT, ELECTRA, ROBERTA

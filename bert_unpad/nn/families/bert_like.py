@@ -1,7 +1,5 @@
 """Families whose layers are BERT's: post-norm, learned positions, biases everywhere."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bert_unpad.nn.families.family import Family, same

@@ -1,7 +1,5 @@
 """What a row of the table of families says."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping

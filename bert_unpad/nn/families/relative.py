@@ -1,7 +1,5 @@
 """Families whose attention knows distances: MPNet (as T5) and DeBERTa-v2 (disentangled)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bert_unpad.nn.families.bert_like import REQUIRED, SIZES

@@ -1,7 +1,5 @@
 """Rotary positions in config.json, in the forms of transformers 5 and of older versions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Families with rotary positions: ModernBERT, EuroBERT, Nomic's BERT and ESM-2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bert_unpad.nn.families.bert_like import QKV, SIZES

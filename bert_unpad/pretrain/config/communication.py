@@ -1,7 +1,5 @@
 """Options of how gradients travel between ranks, in addition to those of `clip`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The error of every wrong setting."""
 
-from __future__ import annotations
-
 
 class ConfigError(ValueError):
     """A setting is wrong; the message begins with its key."""

@@ -3,8 +3,6 @@
 So an option that does not exist is named in the same way wherever it is given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path

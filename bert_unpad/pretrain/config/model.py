@@ -1,7 +1,5 @@
 """Options of the model: where its sizes and its first weights come from."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The options of a run by name, and their types as errors describe them."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

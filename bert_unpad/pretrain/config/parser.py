@@ -1,7 +1,5 @@
 """The command line's parser of a run's options, by jsonargparse."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import typing

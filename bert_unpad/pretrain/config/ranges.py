@@ -1,7 +1,5 @@
 """The range of each option by itself: what holds for all numbers and paths, and one table."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator

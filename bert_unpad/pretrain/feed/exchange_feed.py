@@ -4,8 +4,6 @@ Stands in for the sampler and `endless_steps` where there is no index of lengths
 one after another, with a bounded queue between each two: reading, exchanging, collating, training.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

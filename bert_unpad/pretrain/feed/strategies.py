@@ -1,7 +1,5 @@
 """Which rank trains on what, by the batching strategy, and the steps that follow."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What every comm hook of a run has, and what several of them do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

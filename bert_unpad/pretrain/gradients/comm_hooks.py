@@ -8,8 +8,6 @@ To add a hook: its name in `CommHookName`, a row in `HOOKS`, and what it does no
 `config/limits.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

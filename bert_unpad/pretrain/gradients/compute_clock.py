@@ -1,7 +1,5 @@
 """Measures how long a rank computes in an update, without what it waits for other ranks."""
 
-from __future__ import annotations
-
 import time
 from itertools import islice
 

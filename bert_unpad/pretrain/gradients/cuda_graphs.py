@@ -13,8 +13,6 @@ capture share one stream, all captures one memory pool; gradients lie outside of
 place; autocast caches no casts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import AbstractContextManager
 from typing import NamedTuple

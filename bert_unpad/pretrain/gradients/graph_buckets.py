@@ -11,8 +11,6 @@ buckets, beside the rest of the pass.
 Gradients lie in the buckets from the beginning, and stay there.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 

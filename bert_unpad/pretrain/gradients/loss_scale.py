@@ -8,8 +8,6 @@ Here each bucket is divided before it is clipped, during the backward pass. Clip
 whether the averaged gradient is finite, and all ranks agree; that result drives the scale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

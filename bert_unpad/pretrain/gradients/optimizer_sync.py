@@ -1,7 +1,5 @@
 """Comm hooks of optimizers that communicate by themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

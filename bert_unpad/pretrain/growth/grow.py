@@ -1,7 +1,5 @@
 """What happens to the model at the border of a stage."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Sequence

@@ -15,8 +15,6 @@ A.2). Attention costs the square of the length, and most of what a model learns 
 sequences. Each stage has its own data, made of the same documents with the same vocabulary.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from bert_unpad.pretrain.config import ConfigError, GrowthConfig

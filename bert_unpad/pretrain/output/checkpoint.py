@@ -9,8 +9,6 @@ everything else. Any number of ranks can load what any other number has saved, f
 all of them see.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

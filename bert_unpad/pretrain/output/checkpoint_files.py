@@ -5,8 +5,6 @@ it. So a checkpoint that was cut short by a full disk, a copy or a failing disk 
 anything is loaded from it, and the one before it is used instead.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

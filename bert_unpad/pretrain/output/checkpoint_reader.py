@@ -5,8 +5,6 @@ Here the metadata may only name the classes that such a file is made of, and ent
 `torch.load(weights_only=True)` does; tensors are read so by PyTorch itself.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Shows a run while it goes on: a progress bar or log lines on rank 0, and a tracker."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Mapping

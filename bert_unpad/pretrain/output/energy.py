@@ -6,8 +6,6 @@ NVML has the energy of a GPU since Volta (nvmlDeviceGetTotalEnergyConsumption). 
 and power supplies are in neither.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 `interval_line` is the place of the fields of a `train` line; docs/training lists what they mean.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from pathlib import Path

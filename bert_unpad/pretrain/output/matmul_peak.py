@@ -4,8 +4,6 @@ A measured peak instead of a data sheet's: it holds for CPUs as well, for the th
 really has, and for whatever else the machine is doing.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from functools import cache

@@ -5,8 +5,6 @@ wait. `metrics.jsonl` is the record: one line per interval or evaluation, flushe
 run first drops the lines past its checkpoint, so that every step is there once.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -8,8 +8,6 @@ to run_stop, includes all that touches the data, as the training rules ask (mlco
 training_policies, "Run Results").
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -4,8 +4,6 @@ It says what the model is, what it learned from, by which recipe, and how good i
 left `unknown`: only the owner of the data and the weights can say it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

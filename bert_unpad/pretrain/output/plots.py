@@ -1,7 +1,5 @@
 """Draws the course of a run from its metrics, in one PNG of four panels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run's folders: whether it may make them, and the settings that it saves there at its start."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

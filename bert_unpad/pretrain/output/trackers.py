@@ -3,8 +3,6 @@
 A tracker is a row of `TRACKERS`, and a value of the option logging.tracker.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable, Mapping

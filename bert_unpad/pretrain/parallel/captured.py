@@ -3,8 +3,6 @@
 No graph has DDP in it: it writes gradients into buckets, which are averaged beside its rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor, nn

@@ -5,8 +5,6 @@
 ranks, so all of them leave out that update without asking each other, on the device.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

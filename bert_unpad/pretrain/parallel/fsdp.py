@@ -1,7 +1,5 @@
 """FSDP2: parameters, gradients and the optimizer's state of a model, shared out among all ranks."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn

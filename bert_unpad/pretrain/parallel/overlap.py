@@ -1,7 +1,5 @@
 """Updates of which each rank makes a part, exchanged beside the passes; without DDP."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

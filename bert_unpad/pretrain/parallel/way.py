@@ -4,8 +4,6 @@ Losses are divided by the counts of the GLOBAL batch (masked tokens, pairs of se
 gradient is that of the global batch, however many sequences and tokens each rank has.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import logging

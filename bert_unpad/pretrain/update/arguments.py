@@ -3,8 +3,6 @@
 Of a file's options for another optimizer, those that it does not take are dropped.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ too; "sums", sums over that, which it adds up over the ranks that have parts of 
 subclasses of `bert_unpad.optim.base.FusedOptimizer` can. Without that it may read all of the model.
 """
 
-from __future__ import annotations
-
 import torch
 
 from bert_unpad.optim.base import FusedOptimizer

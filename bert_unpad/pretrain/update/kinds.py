@@ -5,8 +5,6 @@ over the ranks by itself), a row in `KINDS`, and what it does not go with in `co
 `python -m bert_unpad.plan` to know what it costs, also a row in `bert_unpad/costs/optimizers.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

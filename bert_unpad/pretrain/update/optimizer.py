@@ -1,7 +1,5 @@
 """Makes the optimizer that the configuration names, and its updates."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 

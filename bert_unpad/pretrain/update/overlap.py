@@ -11,8 +11,6 @@ It is not begun in the backward pass before: an update is left out where any gra
 and that is known after the last one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

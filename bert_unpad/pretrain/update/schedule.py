@@ -4,8 +4,6 @@ A function rather than a scheduler object, so that there is no state to save: a 
 the factor of its step and gets the same bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

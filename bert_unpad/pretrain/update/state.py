@@ -5,8 +5,6 @@ has changed since they were made, such as a count of steps; the rest is hyperpar
 from the configuration. The learning rate is a function of the step.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping
 from typing import Any

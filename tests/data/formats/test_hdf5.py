@@ -1,7 +1,5 @@
 """HDF5 files in MLPerf's layouts: reading and checking."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

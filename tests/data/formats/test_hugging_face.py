@@ -1,7 +1,5 @@
 """The Hugging Face source with the real `datasets` on local files: streamed or not, and resumed."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -1,7 +1,5 @@
 """MDS: shards of mosaicml-streaming and of an independent writer, damaged and hostile ones."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Articles of a MediaWiki dump, as text."""
 
-from __future__ import annotations
-
 import bz2
 
 import pytest

@@ -1,7 +1,5 @@
 """Megatron's .bin and .idx: files of the real writers, and damaged and hostile ones."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

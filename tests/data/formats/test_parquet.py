@@ -1,7 +1,5 @@
 """Parquet files with lists of token ids."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

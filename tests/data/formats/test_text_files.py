@@ -1,7 +1,5 @@
 """Documents in compressed text, JSON Lines and dumps of MediaWiki."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

@@ -1,7 +1,5 @@
 """TFRecord files of BERT examples: real and independent writers, damaged and hostile files."""
 
-from __future__ import annotations
-
 import gzip
 import struct
 

@@ -1,7 +1,5 @@
 """Sequences of ids to examples, whatever the format: cutting, special tokens, checks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Worker processes end with the process that started them, however that one ends."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

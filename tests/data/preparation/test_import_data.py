@@ -1,7 +1,5 @@
 """`python -m bert_unpad.data import`: from files of other formats to shards that training opens."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
@@ -123,12 +121,16 @@ def test_finished_examples(masked, tmp_path, unmask):
     labels = np.bincount(joined(raw[3] for raw in RAW), minlength=len(VOCAB))
     assert found.train.target_counts().tolist() == labels.tolist()
     collator = PackedCollator(found.train, found.tokenizer, seed=1)
+    longest_first = sorted(RAW, key=lambda raw: -len(raw[0]))
     for epoch in (0, 5):  # the files' masks are kept
-        inputs = collator(np.array([4]), epoch)
-        assert inputs.input_ids.tolist() == RAW[4][0]
-        assert inputs.masked_positions.tolist() == RAW[4][2]
-        assert inputs.masked_labels.tolist() == RAW[4][3]
-        assert inputs.next_sentence_labels.tolist() == [RAW[4][4]]
+        inputs = collator(np.arange(30), epoch)
+        places = zip(inputs.batch.cu_seqlens.tolist(), longest_first, strict=False)
+        assert inputs.input_ids.tolist() == joined(raw[0] for raw in longest_first)
+        assert inputs.masked_positions.tolist() == joined(
+            [begin + place for place in raw[2]] for begin, raw in places
+        )
+        assert inputs.masked_labels.tolist() == joined(raw[3] for raw in longest_first)
+        assert inputs.next_sentence_labels.tolist() == [raw[4] for raw in longest_first]
 
 
 def test_a_vocabulary_that_is_named(data, tmp_path, capsys):

@@ -1,7 +1,5 @@
 """BalancedSampler: positions, saving, resuming on any number of ranks without loss or repeats."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

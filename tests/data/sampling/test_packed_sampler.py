@@ -1,7 +1,5 @@
 """Packing into rows as an input mode: the sampler, and a run that trains on it and resumes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

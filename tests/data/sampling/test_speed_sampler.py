@@ -1,7 +1,5 @@
 """Ranks of unequal speed: the same global batches, each example once, work in proportion."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

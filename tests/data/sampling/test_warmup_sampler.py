@@ -1,7 +1,5 @@
 """Batches that grow: their sizes, each example once, and going on from any update on any ranks."""
 
-from __future__ import annotations
-
 import json
 from itertools import chain
 

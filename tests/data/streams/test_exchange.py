@@ -1,7 +1,5 @@
 """Examples read by some ranks and trained on by others: each once, equally shared, or an error."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

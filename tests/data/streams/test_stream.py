@@ -1,7 +1,5 @@
 """One rank's part of a data set: every example once an epoch, from everywhere at any time."""
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Text that is read while it is trained on, with the real `datasets` on local files."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Examples of one segment, and of two segments in order or swapped."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Byte pairs and unigram: training, saving, words; tokenizers of other people."""
 
-from __future__ import annotations
-
 import json
 import random
 

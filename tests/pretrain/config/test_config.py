@@ -1,7 +1,5 @@
 """The configuration: files and overrides, and errors that name the key."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import typing

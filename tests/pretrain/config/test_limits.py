@@ -1,7 +1,5 @@
 """What goes with what: rows that can be broken, errors that name both sides, and the page."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 

@@ -1,7 +1,5 @@
 """What MLPerf's rules for BERT ask of the options of a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from bert_unpad.pretrain.config import ConfigError, read_config

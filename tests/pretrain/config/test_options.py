@@ -1,7 +1,5 @@
 """The options of a run: their number, and the pages of help."""
 
-from __future__ import annotations
-
 import operator
 import re
 import subprocess

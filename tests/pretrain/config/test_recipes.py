@@ -3,8 +3,6 @@
 One that starts with fresh weights, and from its model one that starts from a checkpoint.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

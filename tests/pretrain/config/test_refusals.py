@@ -1,7 +1,5 @@
 """Runs that end before they begin, with exit code 2 and the name of the setting."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

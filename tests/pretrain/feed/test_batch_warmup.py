@@ -1,7 +1,5 @@
 """Whole runs whose batch grows: its sizes, each example once an epoch, the same bits resumed."""
 
-from __future__ import annotations
-
 import shutil
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs in which each rank reads its own part of the data and ranks exchange examples."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Whole runs that exchange examples which bring their masks, as MLPerf's do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

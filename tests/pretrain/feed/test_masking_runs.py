@@ -1,7 +1,5 @@
 """Whole runs whose masking rate falls: the same masks on any number of ranks, and resumed."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

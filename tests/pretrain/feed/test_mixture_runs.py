@@ -1,7 +1,5 @@
 """Whole runs on a mixture of token ids: resumed, also on another number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ranks of unequal speed: the same training, other shares of work; speeds measured and kept."""
 
-from __future__ import annotations
-
 import shutil
 from datetime import timedelta
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The gradient of a step is that of the global batch, however it is split over ranks and passes."""
 
-from __future__ import annotations
+import itertools
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from bert_unpad.pretrain.feed.steps import Step, count_labels
 from bert_unpad.pretrain.losses import averages
 from bert_unpad.pretrain.output.metrics import Window
 from bert_unpad.pretrain.parallel import make_way
+from bert_unpad.pretrain.parallel.way import seed_step
 from bert_unpad.pretrain.ranks import HostSums, Ranks
 from bert_unpad.pretrain.run import Run
 from tests.support.processes import run_ranks
@@ -111,3 +112,13 @@ def test_gradient_is_that_of_the_global_batch(world_size):
     for gradient, same_means in (result for results in by_rank for result in results):
         assert same_means == pytest.approx(means, rel=STEP)
         assert_same_gradients(gradient, expected)
+
+
+def test_random_numbers_of_a_step_follow_from_seed_step_and_rank():
+    places = list(itertools.product(range(2), repeat=3))
+    found = {}
+    for place in [*places, *reversed(places)]:
+        seed_step(*place)
+        drawn = tuple(torch.rand(4).tolist())
+        assert found.setdefault(place, drawn) == drawn
+    assert len(set(found.values())) == len(places)

@@ -1,7 +1,5 @@
 """Whole runs under each way of clipping: poisoned gradients, steps left out, resuming."""
 
-from __future__ import annotations
-
 import math
 from contextlib import contextmanager
 from pathlib import Path

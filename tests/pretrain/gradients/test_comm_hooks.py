@@ -1,7 +1,5 @@
 """Runs under PyTorch's communication hooks: losses, resuming, steps left out, bad settings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import get_args
 

@@ -4,8 +4,6 @@ What each rank sends is computed here as well: its own gradient, clipped by the 
 buckets, and averaged.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from datetime import timedelta

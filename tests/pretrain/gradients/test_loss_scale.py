@@ -1,7 +1,5 @@
 """Runs in fp16: scaled losses, unscaled bounds, overflows, and resuming with the scale."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from torch import nn
 
 from bert_unpad.batch import PackedInputs, VarlenBatch
 from bert_unpad.nn import BertConfig, BertForPreTraining
+from bert_unpad.pretrain import main
 from bert_unpad.pretrain.config import ConfigError, LossScaleConfig, read_config
 from bert_unpad.pretrain.gradients.loss_scale import LossScale
 from tests.support.pretrain_runs import go_back, log_lines, losses, make_folder, run_in_turn
@@ -92,6 +91,14 @@ def test_a_resumed_run_goes_on_with_its_scale(folder):
     scales = [line["loss_scale"] for line in whole]
     assert [line["loss_scale"] for line in resumed] == scales
     assert len(set(scales[5:])) > 1
+
+
+def test_a_run_without_a_finite_gradient_ends(folder, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    command = ["--config", str(folder / "run.yaml"), *BASE, *FP16, "--loss_scale.initial", "1e38"]
+    message = "the gradients of the last 20 steps were not finite, up to step 20"
+    with pytest.raises(FloatingPointError, match=message):
+        main([*command, "--schedule.total_steps", "22", "--run_dir", str(folder / "without")])
 
 
 def test_the_scale_moves_as_that_of_grad_scaler():

@@ -1,7 +1,5 @@
 """Runs whose ranks exchange one bit a value: warm-up, resuming, steps left out, bad settings."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

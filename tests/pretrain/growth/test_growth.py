@@ -1,7 +1,5 @@
 """Schedules of growth: their plans, and what a stage leaves out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args, get_type_hints

@@ -1,7 +1,5 @@
 """Whole runs across the borders of stages, and back to them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The energy of a run, from a made-up powercap folder and a made-up NVML."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """An exported folder gives the trainer's ids and loss through transformers' Auto classes alone."""
 
-from __future__ import annotations
-
 import json
 import warnings
 

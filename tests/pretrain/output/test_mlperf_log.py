@@ -1,7 +1,5 @@
 """MLPerf's log of a run, judged by the benchmark's own checkers and by the order of its lines."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

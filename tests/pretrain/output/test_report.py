@@ -1,7 +1,5 @@
 """One whole run, from the command line to the report, and what a second start of it says."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """One run at a time in a folder: who holds the lock, when it is taken over, and what is refused."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

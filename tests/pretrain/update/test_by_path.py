@@ -1,7 +1,5 @@
 """Whole runs with optimizers by their import path, and with Muon: exact resume on two ranks."""
 
-from __future__ import annotations
-
 import shutil
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is found out about an optimizer before training, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

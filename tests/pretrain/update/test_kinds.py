@@ -1,7 +1,5 @@
 """Optimizers by name and by import path: which class is made, and with which arguments."""
 
-from __future__ import annotations
-
 import sys
 from collections import OrderedDict
 from typing import Any, get_args

@@ -4,8 +4,6 @@ On a CPU, where the update is made as late as the waits of the pass allow; on a 
 tests/cuda/test_overlap.py.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

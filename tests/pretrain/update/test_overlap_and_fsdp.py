@@ -1,7 +1,5 @@
 """Runs with `optimizer.shard` overlap and fsdp: as without, less state, exact resume, errors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

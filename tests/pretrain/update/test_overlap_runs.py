@@ -3,8 +3,6 @@
 On CPUs, whose second stream does everything as late as it may: see tests/support/lazy_stream.py.
 """
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Another optimizer than a recipe's: the recipe's options that it does not take are dropped."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

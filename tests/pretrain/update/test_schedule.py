@@ -1,7 +1,5 @@
 """The learning-rate schedule."""
 
-from __future__ import annotations
-
 import math
 import re
 import typing

@@ -1,7 +1,5 @@
 """Runs whose optimizer's state is shared out among ranks: the same bits, less memory, resuming."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
