@@ -88,7 +88,7 @@ class LayerPlan(NamedTuple):
 
     layer: nn.Module
     sources: tuple[_Source | None, ...]
-    """Of the linear layers by `_LINEARS`, and of `LayerParameters.norms`; None: there is none."""
+    """Where the linear layers of `_LINEARS` and the norms of `LayerParameters` are, or None."""
     shape: LayerShape
 
     def tensors(self) -> list[Tensor]:
