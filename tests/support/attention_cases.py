@@ -158,26 +158,30 @@ class Case:
             x["q"], x["kv"], self.q_lengths, self.k_lengths, **options
         )
 
-    def table_terms(self, x: dict[str, Tensor], dout: Tensor) -> Tensor | None:
-        """The norm of what the gradient of the table is the sum of: score gradients of pairs, which
-        are those of a query's bias with a bucket for each distance."""
-        positions = [] if self.positions is None else self.positions.tolist()
-        far = max(0, *self.queries, *self.k_lengths, *map(abs, positions))
-        if far > 5000:  # it takes a column for each distance
+    def bias_terms(self, name: str, x: dict[str, Tensor], dout: Tensor) -> Tensor | None:
+        """The norms of what the gradient of a part of the bias is the sum of: score gradients of
+        pairs, which are those of a query's or key's bias with a bucket for each distance."""
+        reach, longest = len(self.buckets) // 2, max(0, *self.queries, *self.k_lengths)
+        if longest > 5000:  # it takes a column for each distance
             return None
-        reach, wide = len(self.buckets) // 2, {name: t.double() for name, t in x.items()}
-        each = torch.arange(-far, far + 1).clamp(-reach, reach) + reach
+        far, positions = longest + reach, self.positions
+        if positions is not None:  # no nearer than the reach from any token, as before
+            positions = positions.clamp(-far, far)
+        each = torch.arange(-far - longest, far + longest + 1).clamp(-reach, reach) + reach
         bucket = self.buckets[each].long().to(dout.device)
-        for name in set(self.parts) - {"table"}:
-            wide[name] = wide[name][..., bucket]
+        wide = {name: t.double() for name, t in x.items()}
+        wide |= {part: wide[part][..., bucket] for part in self.parts if part != "table"}
+        if "table" in wide:
+            wide["table"] = wide["table"][bucket]
         rows = torch.zeros(len(dout), self.heads, len(bucket), dtype=torch.float64)
-        query = wide.pop("query", rows.to(dout.device)).detach().requires_grad_()
-        wide |= {"table": wide["table"][bucket], "query": query}
-        alone = Case(**vars(self) | {"buckets": torch.arange(len(bucket)).int()})
-        alone.plain(wide).backward(dout.double())
-        squares = query.grad.nan_to_num().square().sum(0)
-        sums = squares.new_zeros(self.heads, len(x["table"]))
-        return sums.index_add(1, bucket, squares).sqrt().T[None]
+        source = "query" if name == "table" else name
+        leaf = wide.pop(source, rows.to(dout.device)).detach().requires_grad_()
+        more = {"buckets": torch.arange(len(bucket)).int(), "positions": positions}
+        Case(**vars(self) | more).plain(wide | {source: leaf}).backward(dout.double())
+        squares = leaf.grad.nan_to_num().square()
+        sums = squares.new_zeros(*squares.shape[:2], int(self.buckets.max()) + 1)
+        sums.index_add_(2, bucket, squares)
+        return sums.sum(0).sqrt().T[None] if name == "table" else sums.sqrt()[None]
 
 
 def with_gradients(
@@ -203,7 +207,7 @@ def compare(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") 
         return [x.nan_to_num() for x in with_gradients(case.plain, wide, dout)]
 
     def terms(name: str) -> Tensor | None:
-        return case.table_terms(inputs, dout) if name == "table" else None
+        return case.bias_terms(name, inputs, dout) if name in case.parts else None
 
     # Weights, output, score gradients and the result are rounded.
     reference.assert_as_good_as_pytorch(
