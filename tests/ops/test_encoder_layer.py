@@ -389,8 +389,9 @@ def test_errors() -> None:
     fails("rows cannot go with", shape=windowed, rows=(rows - 1, cu_rows))
     fails("must hold as many sequences", rows=(rows - 1, cu_rows[:2]))
     two = (x, cu_seqlens, longest, p.tensors() + other.tensors())
-    with pytest.raises(RuntimeError, match=r"layer 1: parameters\[0\] must be what"):
-        encoder_layers(*two, [s, s])
+    for call in (two, (*inputs([300, 500]), two[3])):  # one thread, and all of them
+        with pytest.raises(RuntimeError, match=r"layer 1: parameters\[0\] must be what"):
+            encoder_layers(*call, [s, s])
     with pytest.raises(RuntimeError, match="shape must hold 9 numbers a layer, got 9"):
         encoder_layers(*two, [s])
     with pytest.raises(RuntimeError, match="encoder_project: expected the parameters of one layer"):
