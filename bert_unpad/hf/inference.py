@@ -127,7 +127,7 @@ def infer(
     if not _fits(x) or _drops(parts):
         return None
     try:
-        plan = read(layer, adapter, parts, x)
+        plan = plan_layer(layer, adapter, parts, x)
         parameters = plan.tensors()
     except NotPlainError:
         return None
@@ -158,6 +158,8 @@ def _compute(
 class _StackPlan(NamedTuple):
     """How all layers of a stack are computed, as long as its modules stay what they are."""
 
+    modules: nn.ModuleList
+    """The layers of the stack, which may be replaced."""
     snapshot: Snapshot
     layers: tuple[LayerPlan, ...] | None
     """None: layer by layer."""
@@ -166,7 +168,9 @@ class _StackPlan(NamedTuple):
 _stacks: MutableMapping[nn.Module, _StackPlan] = WeakKeyDictionary()
 
 
-def infer_layers(stack: Any, adapter: LayerAdapter, count: int, x: Tensor, packing: Packing):
+def infer_layers(
+    stack: Any, adapter: LayerAdapter, count: int, x: Tensor, packing: Packing
+) -> Tensor | None:
     """Computes the first `count` layers of a stack of packed tokens x [1, T, hidden].
 
     Returns None where they have to be called.
@@ -178,7 +182,7 @@ def infer_layers(stack: Any, adapter: LayerAdapter, count: int, x: Tensor, packi
     if adapter.distances is not None or adapter.rotary is not None:
         return None
     plan = _stacks.get(stack)
-    if plan is None or not plan.snapshot.holds():
+    if plan is None or plan.modules is not stack.layer or not plan.snapshot.holds():
         plan = _stacks[stack] = _plan(stack.layer, adapter, x)
     if plan.layers is None:
         return None
@@ -190,7 +194,8 @@ def infer_layers(stack: Any, adapter: LayerAdapter, count: int, x: Tensor, packi
         shapes = tuple([layer.shape for layer in layers])
         return _compute(x[0].contiguous(), packing, parameters, shapes)
     except (NotPlainError, RuntimeError):
-        _stacks.pop(stack, None)  # a parameter has another shape or dtype now
+        # A parameter may have another shape or dtype now. What else is wrong, each layer tells.
+        _stacks.pop(stack, None)
         return None
 
 
@@ -202,12 +207,12 @@ def _plan(layers: nn.ModuleList, adapter: LayerAdapter, x: Tensor) -> _StackPlan
         ours = "_bert_unpad_stock" in vars(type(layer)) and plain_modules.untouched(layer)
         parts = adapter.parts(layer) if ours else None
         if parts is None or parts.attention.training or _drops(parts):
-            return _StackPlan(snapshot, None)
+            return _StackPlan(layers, snapshot, None)
         try:
-            plans.append(read(layer, adapter, parts, x))
+            plans.append(plan_layer(layer, adapter, parts, x))
         except NotPlainError:
-            return _StackPlan(snapshot, None)
-    return _StackPlan(snapshot, tuple(plans))
+            return _StackPlan(layers, snapshot, None)
+    return _StackPlan(layers, snapshot, tuple(plans))
 
 
 def _rotary(layer: nn.Module, adapter: LayerAdapter) -> tuple[float, float]:
@@ -247,7 +252,7 @@ def _drops(parts: LayerParts) -> bool:
     return any(plain_modules.rate(dropout) != 0.0 for dropout in dropouts)
 
 
-def read(layer: nn.Module, adapter: LayerAdapter, parts: LayerParts, x: Tensor) -> LayerPlan:
+def plan_layer(layer: nn.Module, adapter: LayerAdapter, parts: LayerParts, x: Tensor) -> LayerPlan:
     """Returns how operators compute a layer of x.
 
     Raises:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bert_unpad.hf.inference import INT8, NotPlainError, forget, infer, read
+from bert_unpad.hf.inference import INT8, NotPlainError, forget, infer, plan_layer
 from bert_unpad.hf.layers import PackedLayer
 from bert_unpad.hf.packing import Packing
 from bert_unpad.hf.stock_modules import FusedLayer
@@ -57,7 +57,7 @@ def _round(layer: Any) -> str | None:
         return "its parameters are not float32 on a CPU"
     layer._bert_unpad_weights = INT8
     try:
-        read(layer, adapter, adapter.parts(layer), weight).tensors()
+        plan_layer(layer, adapter, adapter.parts(layer), weight).tensors()
     except NotPlainError as error:
         return str(error)
     return None

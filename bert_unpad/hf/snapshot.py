@@ -6,10 +6,10 @@ from torch import nn
 
 
 class Snapshot:
-    """What decides how a module and all modules within it are computed, but for parameters.
+    """How a module, and all modules within it, are computed, as far as this can be compared.
 
-    That is which modules there are, their classes, some of their attributes, and whether any has a
-    hook or a forward function of its own, as then only a call of it tells what it computes.
+    That is: which modules there are, their classes, some of their attributes, and whether any of
+    them has a hook or a forward function of its own. Parameters are not part of it.
     """
 
     def __init__(self, module: nn.Module, attributes: Collection[str]) -> None:
@@ -19,17 +19,9 @@ class Snapshot:
             module: a tree of modules.
             attributes: names; their values are compared by ==, where a module has them now.
         """
-        self._modules = modules = list(module.modules())
-        self._dicts = [m.__dict__ for m in modules]
-        self._children = [m._modules for m in modules if m._modules]
-        self._hooks = [
-            hooks
-            for m in modules
-            for hooks in (
-                *(m._forward_hooks, m._forward_pre_hooks),
-                *(m._backward_hooks, m._backward_pre_hooks),
-            )
-        ]
+        self._modules = list(module.modules())
+        self._dicts = [m.__dict__ for m in self._modules]
+        self._parents = [d for d in self._dicts if d["_modules"]]
         self._attributes = [(d, name) for d in self._dicts for name in attributes if name in d]
         self._noted = self._state()
 
@@ -39,8 +31,15 @@ class Snapshot:
 
     def _state(self) -> tuple[bool, list, list, list]:
         return (
-            any(self._hooks) or any("forward" in d for d in self._dicts),
+            any(
+                d["_forward_hooks"]
+                or d["_forward_pre_hooks"]
+                or d["_backward_hooks"]
+                or d["_backward_pre_hooks"]
+                or "forward" in d
+                for d in self._dicts
+            ),
             list(map(type, self._modules)),
-            [child for children in self._children for child in children.values()],
+            [child for d in self._parents for child in d["_modules"].values()],
             [d[name] for d, name in self._attributes],
         )

@@ -49,7 +49,7 @@ void parallel_tasks(int64_t n, const F& fn) {
   });
 }
 
-// Runs lead() on this thread, with whose `parallel_tasks` all threads help.
+// Runs lead() on this thread. All threads help with the tasks that it gives to `parallel_tasks`.
 template <class F>
 void with_team(const F& lead) {
   Team team;
@@ -70,7 +70,7 @@ void with_team(const F& lead) {
     const Leads leads{team, end};
     lead();
   });
-  Team::note_wait(end);
+  Team::note_wait(end, {});
 }
 
 // Scratch memory of the calling thread, at least `floats` long, 64-byte aligned, kept for the next

@@ -1,9 +1,9 @@
 // Threads that stay together for one call of an operator that has many short stages.
 //
-// To start and to end a parallel region takes some microseconds, and where another process has one
-// of the cores each end waits until a thread that had nothing to do is given a core again. Within a
-// team the calling thread hands out tasks and waits for those only that another thread has begun.
-// If it had to wait for long, as others want the cores, it goes on alone for a while.
+// Each parallel region costs some microseconds. If another process has a core, it also ends late:
+// it waits for every thread to be given a core again, even one that had no task left. In a team the
+// calling thread leads: it hands out the tasks of a stage, and waits only for tasks that another
+// thread has begun. If it had to wait for long, it works alone for the next 100 ms.
 #pragma once
 
 #include <atomic>
@@ -26,6 +26,8 @@ class Team {
   // in one of them is thrown again here.
   template <class F>
   void run(int64_t n, const F& fn) {
+    led() = nullptr;  // what a task runs in parallel is not the team's
+    const auto begun = Clock::now();
     call_ = [](const void* f, int64_t i) { (*static_cast<const F*>(f))(i); };
     context_ = &fn;
     done_.store(0, std::memory_order_relaxed);
@@ -34,7 +36,8 @@ class Team {
     while (take_task()) continue;
     const auto since = Clock::now();
     wait([&] { return done_.load(std::memory_order_acquire) == n; });
-    if (note_wait(since)) finish();
+    if (note_wait(since, 2 * (since - begun))) finish();
+    led() = this;
     if (failed_.exchange(false)) std::rethrow_exception(error_);
   }
 
@@ -43,11 +46,12 @@ class Team {
   // Whether the cores were wanted by others, a short time ago.
   static bool crowded() { return Clock::now().time_since_epoch() < crowded_until().load(); }
 
-  // Notes that the leader had to wait since then; returns whether that was for long.
-  static bool note_wait(Clock::time_point since) {
+  // Notes that the leader had to wait since then; returns whether that was for longer than `usual`,
+  // the time that tasks of this length may take, by far.
+  static bool note_wait(Clock::time_point since, Clock::duration usual) {
     constexpr std::chrono::microseconds kLong(500), kAlone(100'000);
     const auto now = Clock::now();
-    if (now - since < kLong) return false;
+    if (now - since < usual + kLong) return false;
     crowded_until().store((now + kAlone).time_since_epoch());
     return true;
   }

@@ -51,10 +51,6 @@ Tensor encoder_layers(Tensor x, Tensor cu_seqlens, int64_t max_seqlen,
     check_dtype(*rows, ScalarType::Long, op, "rows", "int64");
     check_contiguous(*rows, op, "rows");
     check(rows->is_cpu(), op, ": rows must be on the CPU like x");
-    const auto* chosen = rows->const_data_ptr<int64_t>();
-    for (int64_t i = 0; i < rows->size(0); ++i)
-      check(chosen[i] >= 0 && chosen[i] < x.size(0), op, ": rows must be at least 0 and below ",
-            x.size(0), ", but entry ", i, " is ", chosen[i]);
   }
   if (positions) {
     check_shape(*positions, {x.size(0)}, op, "positions", "[tokens]");
@@ -65,8 +61,15 @@ Tensor encoder_layers(Tensor x, Tensor cu_seqlens, int64_t max_seqlen,
     check(positions->is_cpu(), op, ": positions must be on the CPU like x");
   }
   const int64_t count = check_sequences(read, keys, op);
-  const OutputRows last{rows ? &*rows : nullptr, check_cu_seqlens(read, op)};
-  const Sequences sequences{check_cu_seqlens(keys, op), count, positions ? &*positions : nullptr};
+  const int32_t *cu_q = check_cu_seqlens(read, op), *cu_k = check_cu_seqlens(keys, op);
+  const auto* chosen = rows ? rows->const_data_ptr<int64_t>() : nullptr;
+  for (int64_t b = 0; chosen && b < count; ++b)
+    for (int64_t i = cu_q[b]; i < cu_q[b + 1]; ++i)
+      check(chosen[i] >= cu_k[b] && chosen[i] < cu_k[b + 1], op, ": rows of sequence ", b,
+            " must be at least ", cu_k[b], " and below ", cu_k[b + 1], ", but entry ", i, " is ",
+            chosen[i]);
+  const OutputRows last{rows ? &*rows : nullptr, cu_q};
+  const Sequences sequences{cu_k, count, positions ? &*positions : nullptr};
   Tensor y = x;
   const auto compute = [&] {
     for (size_t i = 0; i < layers; ++i) {
@@ -76,8 +79,9 @@ Tensor encoder_layers(Tensor x, Tensor cu_seqlens, int64_t max_seqlen,
       y = layer.run(y, sequences, i + 1 == layers ? last : OutputRows{});
     }
   };
-  const bool few = RowBlocks(x.size(0), true).split;
-  if (few && x.size(0) * x.size(1) * shape[3] >= kProductsForAll)
+  // Of one block of rows stages are short.
+  const int64_t tokens = x.size(0), numbers_in = tokens * x.size(1);
+  if (tokens <= kBlockRows && numbers_in >= kProductsForAll / std::max<int64_t>(shape[3], 1))
     with_team(compute);
   else
     compute();

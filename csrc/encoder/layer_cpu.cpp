@@ -274,8 +274,8 @@ Tensor EncoderLayer::run(const Tensor& x, const Sequences& sequences, const Outp
   check(theta_ == 0.0 || (sequences.positions && theta_ > 0.0 && head_dim_ % 2 == 0), op,
         ": rotary embeddings need positions, an even head_dim and a theta above 0");
   const int64_t queries = rows ? rows->size(0) : tokens_;
+  if (queries == 0) return allocate(x, {0, hidden_});
   const Tensor residual = rows ? allocate(x, {queries, hidden_}) : x;
-  if (queries == 0) return residual;
   float* copies = rows ? residual.mutable_data_ptr<float>() : nullptr;
   const Projected projected = project(x, sequences.positions, rows, copies);
   return finish(residual, attend(projected, rows ? out.cu_rows : sequences.cu_seqlens,

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -250,6 +251,12 @@ def replace_linear(layer: nn.Module) -> None:
     layer.attention.output.dense = plain(layer.attention.output.dense)
 
 
+def hook_of_a_new_list(layer: nn.Module) -> None:
+    """Clears a module's hooks as users do, and adds one."""
+    layer.output.dense._forward_hooks = OrderedDict()
+    layer.output.dense.register_forward_hook(lambda _, args, x: 2 * x)
+
+
 # What is done to the second layer between two calls, and how many layers one operator computes
 # then, in one call or layer by layer.
 BETWEEN = {
@@ -261,6 +268,7 @@ BETWEEN = {
         lambda layer: layer.output.dense.register_forward_hook(lambda _, args, x: 2 * x),
         [1],
     ),
+    "a hook in a new list of hooks": (hook_of_a_new_list, [1]),
     "forward": (lambda layer: halve(layer.output.LayerNorm), [1]),
     "another module": (replace_linear, [2]),
     "another parameter": (
@@ -300,6 +308,17 @@ def test_what_changes_between_calls_counts(change, monkeypatch):
     assert counts[1:] == expected
     assert_same_values(found[real], want[real])
     assert ((found - before).abs().max() < 1e-5) == (change in ("class", "training"))
+
+
+@pytest.mark.parametrize("pick", [slice(None, None, -1), slice(1), slice(1, None)], ids=str)
+def test_another_list_of_layers_takes_its_place(pick):
+    stock, call = make("BertModel").eval(), call_arguments("BertModel", MASK)
+    ours, real = hf.unpad(clone(stock)), call["attention_mask"] == 1
+    with torch.inference_mode():
+        first(ours, call)
+        for model in (stock, ours):
+            model.encoder.layer = nn.ModuleList(list(model.encoder.layer)[pick])
+        assert_same_values(first(ours, call)[real], first(stock, call)[real])
 
 
 def test_hooks_on_all_modules_are_called():

@@ -384,7 +384,9 @@ def test_errors() -> None:
     with pytest.raises(RuntimeError, match=r"encoder_finish: attended must have shape"):
         encoder_finish(x, torch.randn(25, 3, 16), p.tensors(), s)
     rows, cu_rows = torch.tensor([3, 25]), torch.tensor([0, 1, 2], dtype=torch.int32)
-    fails("rows must be at least 0 and below 25, but entry 1 is 25", rows=(rows, cu_rows))
+    text = "rows of sequence 1 must be at least 5 and below 25, but entry 1 is "
+    for wrong in (25, 4):
+        fails(text + str(wrong), rows=(torch.tensor([3, wrong]), cu_rows))
     windowed = s._replace(window=(2, 2))
     fails("rows cannot go with", shape=windowed, rows=(rows - 1, cu_rows))
     fails("must hold as many sequences", rows=(rows - 1, cu_rows[:2]))
