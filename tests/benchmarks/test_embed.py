@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch._inductor.config
 
 pytest.importorskip("sentence_transformers", minversion="6.0")
 
@@ -18,7 +19,7 @@ from benchmarks.lib import (
     harness,
     report,
 )
-from benchmarks.lib.embed_contenders import ONNX, OURS, OURS_8BIT, PACKAGES, STRING, TORCH
+from benchmarks.lib.embed_contenders import COMPILED, ONNX, OURS, OURS_8BIT, PACKAGES, STRING, TORCH
 from benchmarks.lib.embed_shapes import Shape
 from tests.support.seeds import derived
 
@@ -40,6 +41,7 @@ def tiny(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(embed, "SHAPES", SHAPES)
     for name in PACKAGES:
         monkeypatch.setitem(PACKAGES, name, "no_such_package")
+    monkeypatch.delitem(embed_contenders.CONTENDERS, COMPILED)  # half a minute
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "RESULTS", tmp_path / "cpu")
     monkeypatch.setenv("RAYON_NUM_THREADS", "1")
@@ -123,6 +125,24 @@ def test_a_graph_takes_the_model_s_place(name: str, tmp_path) -> None:
     stock = embed_contenders.stock(build)(texts)
     found = embed_contenders.on_graph(build, graph)(texts)
     assert embed.compare(found, stock)["error"] < 1e-5
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_is_called_is_compiled(name: str, tmp_path, monkeypatch) -> None:
+    calls = []
+
+    def compile(function, *, dynamic):
+        assert dynamic
+        return lambda *args, **kwargs: calls.append(1) or function(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    shape = SHAPES[name]
+    embed_shapes.save_model(shape, tmp_path)
+    with torch._inductor.config.patch(freezing=False):
+        encode = embed_contenders.compiled(embed_contenders.Build(shape, tmp_path, 1))
+        assert torch._inductor.config.freezing
+    encode(embed.texts_of(shape, np.array([30, 40]), seed=1))
+    assert calls
 
 
 def test_texts_have_the_tokens_asked_for() -> None:
