@@ -139,15 +139,16 @@ def long_context() -> str:
     found = runs("long_context")
     if not found:
         return ""
-    rows = []
-    for batch in (batch for result in found.values() for batch in result["batches"]):
+    rows, first = [], next(iter(found.values()))
+    for result, batch in ((each, batch) for each in found.values() for batch in each["batches"]):
         lengths = batch["lengths"]
         what = f"{batch['batch']}: {count(len(lengths), 'sequence')}, {sum(lengths):,} tokens"
+        if result["size"] == "tiny":
+            what += ", 4 layers of 128"
         for x in batch["results"]:
             row = [what, x["contender"], f"{x['seconds']:.2f}", between(x["rounds"])]
             row.append(f"{x['ours_faster_by']:.2f}")
             rows.append([*row, *(f"{x[key] / 1e9:.1f}" for key in ("step_bytes", "peak_bytes"))])
-    first = next(iter(found.values()))
     rounds = count(first["rounds"], "round")
     header = ["", "", "seconds, median", "least and greatest round", "`bert_unpad` is faster by"]
     return section(
