@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.lib.cuda_model_cases import FLASH, OURS, WGMMA
 from benchmarks.lib.gpu_rates import RANGES
-from benchmarks.lib.report import commands, table
+from benchmarks.lib.report import between, commands, table
 
 Rows = list[dict[str, Any]]
 INSTRUCTIONS = {OURS: "mma.sync", WGMMA: "wgmma"}  # that a contender multiplies by
@@ -61,12 +61,6 @@ compared with the model. Of forward passes one like FlashAttention-3's has been 
 """
 
 
-def _between(values: Iterable[float], scale: float = 1.0) -> str:
-    """The least and the greatest, or one number where there is one."""
-    found = [f"{scale * value:.0f}" for value in sorted(values)]
-    return " to ".join(dict.fromkeys(found))
-
-
 def _seconds(row: dict[str, Any], gpu: str) -> dict[str, list[float]]:
     """Of each pass and of both, at each end of a range; at the model's constants without one."""
     found = {
@@ -77,7 +71,7 @@ def _seconds(row: dict[str, Any], gpu: str) -> dict[str, list[float]]:
 
 
 def _rates(row: dict[str, Any], products: int, seconds: list[float]) -> str:
-    return _between([products * row["products"] / x / 1e12 for x in seconds])
+    return between([products * row["products"] / x / 1e12 for x in seconds], 0)
 
 
 def _passes(rows: Rows) -> Iterable[list[str]]:
@@ -93,7 +87,8 @@ def _passes(rows: Rows) -> Iterable[list[str]]:
                 continue
             seconds = _seconds(row, gpu)
             cells = [gpu, INSTRUCTIONS[contender], row["batch"], f"{row['dropout_p']:g}"]
-            cells += [_between(seconds[name], 1e6) for name in ("forward", "backward")]
+            for name in ("forward", "backward"):
+                cells.append(between([1e6 * x for x in seconds[name]], 0))
             for name, products in (("forward", 2), ("backward", 5), ("both", 7)):
                 cells.append(_rates(row, products, seconds[name]))
             if other is None:
@@ -101,8 +96,7 @@ def _passes(rows: Rows) -> Iterable[list[str]]:
                 continue
             theirs = _seconds(other, gpu)["both"]
             ratios = [a / b for a, b in zip(theirs, seconds["both"], strict=True)]
-            times = " to ".join(dict.fromkeys(f"{x:.2f}" for x in sorted(ratios)))
-            yield [*cells, _rates(other, 7, theirs), times]
+            yield [*cells, _rates(other, 7, theirs), between(ratios)]
 
 
 def _loop(row: dict[str, Any]) -> str:
@@ -125,7 +119,7 @@ def _blocks(rows: Rows, constants: dict[str, Any]) -> Iterable[list[str]]:
         cells += [str(row["blocks_per_sm"]), f"{row['cycles']:.0f}", f"{rate:.0f}"]
         ends = RANGES.get(row["architecture"])
         clocks = [end.clock for end in ends] if ends else [gpu["clock"]]
-        cells.append(_between([rate * gpu["sms"] * clock / 1e12 for clock in clocks]))
+        cells.append(between([rate * gpu["sms"] * clock / 1e12 for clock in clocks], 0))
         other = others.get(key(row)[:-1])
         yield [*cells, f"{rate / other:.2f}" if other and row["contender"] in INSTRUCTIONS else "-"]
 
@@ -134,8 +128,8 @@ def _published(rows: Rows) -> Iterable[list[str]]:
     for row in rows:
         off = row["predicted"] / row["value"] - 1
         cells = [row["direction"], str(row["length"]), str(row["value"])]
-        cells += [f"{row['predicted']:.0f}", f"{off:+.0%}", _between(row["predicted_range"])]
-        yield [*cells, str(row["cudnn"]), str(row["flash_3"]), _between(row["ours_range"])]
+        cells += [f"{row['predicted']:.0f}", f"{off:+.0%}", between(row["predicted_range"], 0)]
+        yield [*cells, str(row["cudnn"]), str(row["flash_3"]), between(row["ours_range"], 0)]
 
 
 def render(result: dict[str, Any]) -> str:

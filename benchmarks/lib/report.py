@@ -136,8 +136,9 @@ def section(title: str, *parts: str) -> str:
 
 
 def between(values: Sequence[float], digits: int = 2) -> str:
-    """The least and the greatest value."""
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+    """The least and the greatest value, or one number where they read alike."""
+    ends = (f"{end(values):.{digits}f}" for end in (min, max))
+    return " to ".join(dict.fromkeys(ends))
 
 
 def precision(dtype: str) -> str:

@@ -23,11 +23,13 @@ from bert_unpad.hf.relative import Distances
 from bert_unpad.hf.snapshot import Snapshot
 from bert_unpad.ops.encoder_layer import (
     FEATURES,
+    LINEARS,
     LONGEST,
     LayerShape,
     encoder_finish,
     encoder_layers,
     encoder_project,
+    in_order,
     pack_int8,
 )
 
@@ -49,9 +51,7 @@ class _Rounded(NamedTuple):
 
 # By layer and name of the linear layer.
 _rounded: MutableMapping[nn.Module, dict[str, _Rounded]] = WeakKeyDictionary()
-_LINEARS = ("query", "key", "value", "attention_out", "ffn_in", "ffn_gate", "ffn_out")
 _NAMES = ("weight", "bias")
-_EMPTY = torch.empty(0)
 _KINDS = {nn.Parameter, Tensor}
 
 
@@ -88,7 +88,7 @@ class LayerPlan(NamedTuple):
 
     layer: nn.Module
     sources: tuple[_Source | None, ...]
-    """Where the linear layers of `_LINEARS` and the norms of `LayerParameters` are, or None."""
+    """Where the linear layers of `LINEARS` and the norms of `LayerParameters` are, or None."""
     shape: LayerShape
 
     def tensors(self) -> list[Tensor]:
@@ -97,14 +97,14 @@ class LayerPlan(NamedTuple):
         Raises:
             NotPlainError: one cannot be rounded to 8 bits, which is asked for.
         """
-        found: list[Tensor | None] = []
+        found = []
         rounds = getattr(self.layer, "_bert_unpad_weights", None) == INT8
-        for name, source in zip_longest(_LINEARS, self.sources):
+        for name, source in zip_longest(LINEARS, self.sources):
             weight, bias = (None, None) if source is None else source.tensors()
             if rounds and name is not None and weight is not None:
                 weight = _to_int8(self.layer, name, weight)
-            found += [weight, bias]
-        return [_EMPTY if t is None else t for t in found]
+            found.append((weight, bias))
+        return in_order(found)
 
 
 def infer(
@@ -158,8 +158,6 @@ def _compute(
 class _StackPlan(NamedTuple):
     """How all layers of a stack are computed, as long as its modules stay what they are."""
 
-    modules: nn.ModuleList
-    """The layers of the stack, which may be replaced."""
     snapshot: Snapshot
     layers: tuple[LayerPlan, ...] | None
     """None: layer by layer."""
@@ -182,7 +180,7 @@ def infer_layers(
     if adapter.distances is not None or adapter.rotary is not None:
         return None
     plan = _stacks.get(stack)
-    if plan is None or plan.modules is not stack.layer or not plan.snapshot.holds():
+    if plan is None or not plan.snapshot.holds(stack.layer):
         plan = _stacks[stack] = _plan(stack.layer, adapter, x)
     if plan.layers is None:
         return None
@@ -207,12 +205,12 @@ def _plan(layers: nn.ModuleList, adapter: LayerAdapter, x: Tensor) -> _StackPlan
         ours = "_bert_unpad_stock" in vars(type(layer)) and plain_modules.untouched(layer)
         parts = adapter.parts(layer) if ours else None
         if parts is None or parts.attention.training or _drops(parts):
-            return _StackPlan(layers, snapshot, None)
+            return _StackPlan(snapshot, None)
         try:
             plans.append(plan_layer(layer, adapter, parts, x))
         except NotPlainError:
-            return _StackPlan(layers, snapshot, None)
-    return _StackPlan(layers, snapshot, tuple(plans))
+            return _StackPlan(snapshot, None)
+    return _StackPlan(snapshot, tuple(plans))
 
 
 def _rotary(layer: nn.Module, adapter: LayerAdapter) -> tuple[float, float]:

@@ -25,9 +25,9 @@ class Snapshot:
         self._attributes = [(d, name) for d in self._dicts for name in attributes if name in d]
         self._noted = self._state()
 
-    def holds(self) -> bool:
-        """Whether all is as it was."""
-        return self._state() == self._noted
+    def holds(self, module: nn.Module) -> bool:
+        """Whether this is the same module, and all is as it was."""
+        return module is self._modules[0] and self._state() == self._noted
 
     def _state(self) -> tuple[bool, list, list, list]:
         return (

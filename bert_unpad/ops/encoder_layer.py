@@ -2,7 +2,7 @@
 a CPU."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,16 +47,19 @@ class LayerParameters:
     the layer's output; None: there is none."""
 
     def tensors(self) -> list[Tensor]:
-        """Returns all of them, in the operator's order; empty ones for those that are None."""
-        linears = (self.query, self.key, self.value, self.attention_out, self.ffn_in)
-        found: list[Tensor] = []
-        for part in (*linears, self.ffn_gate, self.ffn_out, *self.norms):
-            weight, bias = part or (None, None)
-            found += [_EMPTY if t is None else t for t in (weight, bias)]
-        return found
+        """Returns all of them as the operator takes them."""
+        linears: list[Affine | None] = [getattr(self, name) for name in LINEARS]
+        return in_order([*linears, *self.norms])
 
 
+LINEARS = ("query", "key", "value", "attention_out", "ffn_in", "ffn_gate", "ffn_out")
+"""The linear layers of `LayerParameters`, in the operator's order; norms follow."""
 _EMPTY = torch.empty(0)
+
+
+def in_order(parts: Iterable[tuple[Tensor | None, Tensor | None] | None]) -> list[Tensor]:
+    """Returns weights and biases one after the other, and an empty tensor for each None."""
+    return [_EMPTY if t is None else t for part in parts for t in part or (None, None)]
 
 
 class LayerShape(NamedTuple):

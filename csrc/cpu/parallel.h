@@ -10,7 +10,6 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "cpu/team.h"
 
@@ -53,22 +52,12 @@ void parallel_tasks(int64_t n, const F& fn) {
 template <class F>
 void with_team(const F& lead) {
   Team team;
-  Team::Clock::time_point end{};
-  struct Leads {  // ends in any way
-    Team& team;
-    Team::Clock::time_point& end;
-    ~Leads() {
-      Team::led() = nullptr;
-      team.finish();
-      end = Team::Clock::now();
-    }
-  };
+  Team::Clock::time_point end;
   const int64_t threads = Team::crowded() ? 1 : torch::stable::get_num_threads();
   parallel_for(0, threads, 1, [&](int64_t worker, int64_t) {
     if (worker != 0) return team.help();
-    Team::led() = &team;
-    const Leads leads{team, end};
-    lead();
+    team.lead(lead);
+    end = Team::Clock::now();
   });
   Team::note_wait(end, {});
 }

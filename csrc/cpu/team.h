@@ -56,6 +56,20 @@ class Team {
     return true;
   }
 
+  // Runs fn() on this thread, which leads meanwhile. Then, or after an exception, helpers go.
+  template <class F>
+  void lead(const F& fn) {
+    struct Finish {
+      Team& team;
+      ~Finish() {
+        led() = nullptr;
+        team.finish();
+      }
+    } const finish{*this};
+    led() = this;
+    fn();
+  }
+
   // Helps until the leader has finished.
   void help() {
     while (!finished_.load(std::memory_order_acquire))
@@ -63,10 +77,10 @@ class Team {
         wait([&] { return open() || finished_.load(std::memory_order_acquire); });
   }
 
-  void finish() { finished_.store(true, std::memory_order_release); }
-
  private:
   using Call = void (*)(const void*, int64_t);
+
+  void finish() { finished_.store(true, std::memory_order_release); }
 
   // The number of tasks in the upper half, that of tasks taken in the lower; it may be larger.
   alignas(64) std::atomic<uint64_t> tasks_{0};

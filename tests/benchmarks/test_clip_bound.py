@@ -10,11 +10,12 @@ from benchmarks import clip_bound
 from bert_unpad.distributed.bucket_shares import BucketShares
 from tests.support.pretrain_runs import finish, make_folder
 from tests.support.processes import start_ranks
+from tests.support.seeds import derived
 
 
 def _norms(updates: int = 400) -> np.ndarray:
     """Norms [2, updates, 5] of buckets as unequal as those of a model, which change slowly."""
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(derived(0))
     typical = np.array([[3.0, 1.0, 0.5, 0.2, 0.05], [1.5, 2.0, 0.4, 0.3, 0.02]])
     return typical[:, None] * np.exp(0.1 * draw.normal(size=(2, updates, 5)))
 

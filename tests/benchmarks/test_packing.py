@@ -6,12 +6,14 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks import packing
+from tests.support.seeds import derived
+
+LENGTHS = [30, 24, 17, 9, 8, 5, 3, 2]
 
 
 def test_all_compute_the_same_loss_and_gradient():
-    lengths = [30, 24, 17, 9, 8, 5, 3, 2]
     losses, gradients = [], []
-    for loss, model, batch in packing.contenders("tiny", lengths, 32, seed=3).values():
+    for loss, model, batch in packing.contenders("tiny", LENGTHS, 32, derived(0)).values():
         model.zero_grad()
         value = loss(batch)
         value.backward()
@@ -23,13 +25,12 @@ def test_all_compute_the_same_loss_and_gradient():
 
 
 def test_rows_hold_every_sequence_once():
-    lengths = [30, 24, 17, 9, 8, 5, 3, 2]
-    inputs = packing.contenders("tiny", lengths, 32, seed=3)[packing.UNPADDED][2]
+    inputs = packing.contenders("tiny", LENGTHS, 32, derived(0))[packing.UNPADDED][2]
     rows = packing.RowInputs.build(inputs, 32)
     assert rows.input_ids.shape == (4, 32)  # 98 tokens
     flat = rows.input_ids.flatten()
-    for start, sequence in zip(rows.first.tolist(), inputs.input_ids.split(lengths), strict=True):
+    for start, sequence in zip(rows.first.tolist(), inputs.input_ids.split(LENGTHS), strict=True):
         assert flat[start : start + len(sequence)].tolist() == sequence.tolist()
     # A token sees as many as its sequence has.
     seen = rows.mask.sum(-1)[:, 0].flatten()[rows.first]
-    assert seen.tolist() == lengths
+    assert seen.tolist() == LENGTHS
