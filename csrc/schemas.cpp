@@ -118,7 +118,7 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
   // Whole encoder layers on a CPU, forward only (csrc/encoder/layer_cpu.cpp). Of each layer in
   // turn, parameters: weight and bias of query, key, value, attention's output, feed-forward input,
   // gate and output, and of the norms before attention, before the feed-forward half and at the
-  // end; empty [0] where there is none. Weights of linear layers may be those of encoder_pack_int8.
+  // end; empty [0] where there is none. Weights of linear layers may be those of encoder_pack.
   // shape: heads, kv_heads, head_dim, intermediate size, activation (csrc/gelu/glu_kind.h), rms,
   // norms before the halves, window_left, window_right. numbers: attention's scale, eps of the
   // norms, theta of rotary embeddings (0: none), position_scale. rows and cu_rows: the tokens whose
@@ -133,7 +133,18 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
   m.def(
       "encoder_finish(Tensor x, Tensor attended, Tensor[] parameters, int[] shape, "
       "float[] numbers) -> Tensor");
-  m.def("encoder_pack_int8(Tensor weight) -> Tensor");
+  m.def("encoder_pack(Tensor weight, ScalarType dtype) -> Tensor");
+  // A whole encoder on a CPU (csrc/encoder/model_cpu.cpp), of ids [B, S] where mask is 1, or of all.
+  // embeddings: tables of words, positions and token types, weight and bias of their norm, and of
+  // the norm after the last layer; empty [0] where there is none. first_position: of a sequence's
+  // first token. padding_id: positions are counted from the ids that are not it, as in RoBERTa; -1:
+  // they are columns. eps: of both norms. parameters, shape, numbers: as for encoder_layers.
+  // result: 0 hidden states [B * S, hidden], zeros where mask is 0; 1 their mean in each row,
+  // [B, hidden]; 2 the first tokens', [B, hidden]. reads_first: somebody reads the first column.
+  m.def(
+      "encoder_model(Tensor ids, Tensor? mask, Tensor? token_types, Tensor[] embeddings, "
+      "int first_position, int padding_id, float[] eps, Tensor[] parameters, int[] shape, "
+      "float[] numbers, int result, bool reads_first) -> Tensor");
 
   // 8 bits: scale is float32 [], what q is to be multiplied with. q_transposed [columns, rows] has
   // its columns padded to a multiple of 16 with zeros; it is [0, 0] where it is not wanted.

@@ -33,9 +33,12 @@ from bert_unpad import hf
 from bert_unpad.hf.flash import NAME as FLASH
 
 TORCH, COMPILED, OURS, STRING = "torch", "torch.compile", "hf.unpad", FLASH
+FROZEN = "hf.freeze"
 ONNX, OPENVINO, ESM_CPP = "ONNX Runtime", "OpenVINO", "esm-cpp"
-ONNX_8BIT, OPENVINO_8BIT, OURS_8BIT = (f"{name}, 8 bits" for name in (ONNX, OPENVINO, OURS))
-NOT_EXACT = (ONNX_8BIT, OPENVINO_8BIT, OURS_8BIT)
+ONNX_8BIT, OPENVINO_8BIT, OURS_8BIT, FROZEN_8BIT = (
+    f"{name}, 8 bits" for name in (ONNX, OPENVINO, OURS, FROZEN)
+)
+NOT_EXACT = (ONNX_8BIT, OPENVINO_8BIT, OURS_8BIT, FROZEN_8BIT)
 PACKAGES = {
     **{ONNX: "onnxruntime", ONNX_8BIT: "onnxruntime"},
     **{OPENVINO: "openvino", OPENVINO_8BIT: "nncf", ESM_CPP: "esm_cpp"},
@@ -133,12 +136,14 @@ def compiled(build: Build) -> Encode:
     return whole(build, "sdpa", change)
 
 
-def unpadded(build: Build, weights: str = "float32") -> Encode:
+def unpadded(build: Build, weights: str = "float32", frozen: bool = False) -> Encode:
     def change(model: nn.Module) -> None:
         if not (found := hf.supports(model)):
             raise LeftOut(str(found).splitlines()[0])
         try:
             hf.unpad(model, weights=weights)
+            if frozen:
+                hf.freeze(model)
         except ValueError as error:
             raise LeftOut(str(error)) from None
 
@@ -148,6 +153,15 @@ def unpadded(build: Build, weights: str = "float32") -> Encode:
 def unpadded_8bit(build: Build) -> Encode:
     """Weights in 8 bits, activations rounded as they come."""
     return unpadded(build, "int8")
+
+
+def frozen(build: Build) -> Encode:
+    """The layers' weights are constants, as in an exported graph."""
+    return unpadded(build, frozen=True)
+
+
+def frozen_8bit(build: Build) -> Encode:
+    return unpadded(build, "int8", frozen=True)
 
 
 def by_string(build: Build) -> Encode:
@@ -330,6 +344,8 @@ CONTENDERS: dict[str, Callable[[Build], Encode]] = {
     STRING: by_string,
     OURS: unpadded,
     OURS_8BIT: unpadded_8bit,
+    FROZEN: frozen,
+    FROZEN_8BIT: frozen_8bit,
 }
 
 

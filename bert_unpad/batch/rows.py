@@ -22,6 +22,8 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     Returns:
         The gathered rows, [N, ...].
     """
+    if not torch.is_grad_enabled():
+        return x.index_select(0, indices)
     return _Gather.apply(x, indices)
 
 

@@ -168,13 +168,13 @@ class VarlenBatch:
         if mask.dim() != 2:
             raise ValueError(f"mask: expected shape [batch, seqlen], got {list(mask.shape)}")
         host = mask.detach().cpu()
-        ones = host == 1
-        if not bool((ones | (host == 0)).all()):
+        values = (host.float() if host.is_floating_point() else host).numpy()
+        kept = values != 0
+        if not np.array_equal(values, kept):
             raise ValueError(
                 "mask: expected only 0 (padding) and 1 (token); "
                 "an additive mask (0 and a large negative number) is not supported"
             )
-        kept = ones.numpy()
         indices = np.flatnonzero(kept)
         seqlen = mask.shape[1]
         return cls._make(kept.sum(1), seqlen, indices, indices % max(seqlen, 1), mask.device)
@@ -203,7 +203,8 @@ class VarlenBatch:
         cu_seqlens_host = torch.from_numpy(cu_seqlens)
         order = np.argsort(-lengths, kind="stable").astype(np.int32)
         order_table = np.zeros((lengths.size, 4), np.int32)
-        order_table[:, :3] = np.stack([order, cu_seqlens[order], lengths[order]], 1)
+        for column, values in enumerate((order, cu_seqlens[order], lengths[order])):
+            order_table[:, column] = values
         batch = cls(
             lengths=torch.from_numpy(lengths.astype(np.int32)),
             cu_seqlens=cu_seqlens_host,

@@ -40,7 +40,8 @@ from bert_unpad.hf.collator import (  # noqa: E402
 )
 from bert_unpad.hf.fallback import StockFallbackWarning  # noqa: E402
 from bert_unpad.hf.flash import register as _register  # noqa: E402
-from bert_unpad.hf.int8 import calibrate  # noqa: E402
+from bert_unpad.hf.freeze import freeze  # noqa: E402
+from bert_unpad.hf.rounded import calibrate  # noqa: E402
 from bert_unpad.hf.sampler import CostSampler  # noqa: E402
 from bert_unpad.hf.swap import Support, repad, supports, unpad  # noqa: E402
 from bert_unpad.hf.verify import VerificationError, verify  # noqa: E402
@@ -55,6 +56,7 @@ __all__ = [
     "VerificationError",
     "WorkModel",
     "calibrate",
+    "freeze",
     "repad",
     "supports",
     "unpad",

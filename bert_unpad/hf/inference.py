@@ -6,7 +6,7 @@ operators around attention that counts distances. Weights are taken as they are,
 bits where `unpad` was asked for that. All other layers and calls are computed module by module.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from itertools import zip_longest
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -30,18 +30,18 @@ from bert_unpad.ops.encoder_layer import (
     encoder_layers,
     encoder_project,
     in_order,
-    pack_int8,
+    pack_weight,
 )
 
-INT8 = "int8"
-"""A value of `unpad`'s `weights`."""
+ROUNDED = {"bfloat16": torch.bfloat16, "int8": torch.int8}
+"""Values of `unpad`'s `weights` but for the model's own."""
 
 _SAMPLES = 61
 """Numbers of a weight that are compared to notice a write that PyTorch does not count."""
 
 
 class _Rounded(NamedTuple):
-    """A weight in 8 bits, and what is known of the weight that it was made from."""
+    """A rounded weight, and what is known of the weight that it was made from."""
 
     packed: Tensor
     address: int
@@ -95,14 +95,14 @@ class LayerPlan(NamedTuple):
         """Returns the parameters as they are now, in the order of `LayerParameters.tensors`.
 
         Raises:
-            NotPlainError: one cannot be rounded to 8 bits, which is asked for.
+            NotPlainError: one cannot be rounded, which is asked for.
         """
         found = []
-        rounds = getattr(self.layer, "_bert_unpad_weights", None) == INT8
+        dtype = ROUNDED.get(getattr(self.layer, "_bert_unpad_weights", ""))
         for name, source in zip_longest(LINEARS, self.sources):
             weight, bias = (None, None) if source is None else source.tensors()
-            if rounds and name is not None and weight is not None:
-                weight = _to_int8(self.layer, name, weight)
+            if dtype is not None and name is not None and weight is not None:
+                weight = _round(self.layer, name, weight, dtype)
             found.append((weight, bias))
         return in_order(found)
 
@@ -124,7 +124,7 @@ def infer(
     if parts.attention.training or torch.is_grad_enabled():
         forget(layer)  # weights may change, and not all optimizers say so
         return None
-    if not _fits(x) or _drops(parts):
+    if not _fits(x) or drops(parts):
         return None
     try:
         plan = plan_layer(layer, adapter, parts, x)
@@ -133,18 +133,22 @@ def infer(
         return None
     shape, rows_of_x = plan.shape, x[0].contiguous()
     if adapter.distances is not None:
-        given = (parts, rows_of_x, parameters, shape, packing, shared)
-        return _around(adapter.distances, *given)[None]
-    return _compute(rows_of_x, packing, parameters, (shape,))
+        given = (parts.attention, rows_of_x, parameters, shape, packing, shared)
+        return compute_around(adapter.distances, *given)[None]
+    return compute_layers(rows_of_x, packing, parameters, (shape,))
 
 
 def _fits(x: Tensor) -> bool:
     return x.is_cpu and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
-def _compute(
+def compute_layers(
     x: Tensor, packing: Packing, parameters: list[Tensor], shapes: tuple[LayerShape, ...]
 ) -> Tensor | None:
+    """Computes layers of packed tokens x [T, hidden], the last of them for `packing.last`.
+
+    Returns None where positions are missing: [1, T, hidden] or [1, Q, hidden].
+    """
     rotates, last = any(shape.rotary[0] != 0 for shape in shapes), packing.last
     if rotates and packing.positions is None:
         return None
@@ -190,7 +194,7 @@ def infer_layers(
         if not _KINDS.issuperset(map(type, parameters)):
             return None
         shapes = tuple([layer.shape for layer in layers])
-        return _compute(x[0].contiguous(), packing, parameters, shapes)
+        return compute_layers(x[0].contiguous(), packing, parameters, shapes)
     except (NotPlainError, RuntimeError):
         # A parameter may have another shape or dtype now. What else is wrong, each layer tells.
         _stacks.pop(stack, None)
@@ -199,18 +203,30 @@ def infer_layers(
 
 def _plan(layers: nn.ModuleList, adapter: LayerAdapter, x: Tensor) -> _StackPlan:
     snapshot = Snapshot(layers, adapter.attributes)
+    try:
+        return _StackPlan(snapshot, plan_layers(layers, adapter, x))
+    except NotPlainError:
+        return _StackPlan(snapshot, None)
+
+
+def plan_layers(
+    layers: Iterable[nn.Module], adapter: LayerAdapter, x: Tensor
+) -> tuple[LayerPlan, ...]:
+    """Returns how operators compute layers of x without calling them.
+
+    Raises:
+        NotPlainError: one has to be called.
+    """
     plans = []
     for layer in layers:
-        # Wrappers of a layer, and classes of users, may do more.
         ours = "_bert_unpad_stock" in vars(type(layer)) and plain_modules.untouched(layer)
-        parts = adapter.parts(layer) if ours else None
-        if parts is None or parts.attention.training or _drops(parts):
-            return _StackPlan(snapshot, None)
-        try:
-            plans.append(plan_layer(layer, adapter, parts, x))
-        except NotPlainError:
-            return _StackPlan(snapshot, None)
-    return _StackPlan(snapshot, tuple(plans))
+        if not ours or not adapter.untouched(layer):
+            raise NotPlainError("a layer is wrapped, has a hook, or is of another class")
+        parts = adapter.parts(layer)
+        if parts.attention.training or drops(parts):
+            raise NotPlainError("a layer is being trained, or its dropout was replaced")
+        plans.append(plan_layer(layer, adapter, parts, x))
+    return tuple(plans)
 
 
 def _rotary(layer: nn.Module, adapter: LayerAdapter) -> tuple[float, float]:
@@ -220,17 +236,17 @@ def _rotary(layer: nn.Module, adapter: LayerAdapter) -> tuple[float, float]:
         raise NotPlainError(str(error)) from None
 
 
-def _around(
+def compute_around(
     distances: Distances,
-    parts: LayerParts,
+    attention: nn.Module,
     x: Tensor,
     parameters: list[Tensor],
     shape: LayerShape,
     packing: Packing,
     shared: Any,
 ) -> Tensor:
-    """The layer as two operators around attention that counts distances of tokens."""
-    heads, attention = shape.heads, parts.attention
+    """A layer of x [T, hidden] as two operators around attention that counts distances."""
+    heads = shape.heads
     qkv = encoder_project(x, parameters, shape)
     q, kv = qkv[:, :heads], qkv[:, heads:].unflatten(1, (2, -1))
     if packing.last is not None:
@@ -244,7 +260,7 @@ def _around(
     return encoder_finish(x, attended, parameters, shape)
 
 
-def _drops(parts: LayerParts) -> bool:
+def drops(parts: LayerParts) -> bool:
     """Whether something in the place of dropout has to be called."""
     dropouts = (parts.attention_dropout, parts.ffn_inner_dropout, parts.ffn_dropout)
     return any(plain_modules.rate(dropout) != 0.0 for dropout in dropouts)
@@ -331,11 +347,11 @@ def forget(layer: nn.Module) -> None:
     _rounded.pop(layer, None)
 
 
-def _to_int8(layer: nn.Module, name: str, given: Tensor) -> Tensor:
-    """The weight of a linear layer in 8 bits, rounded again if it was changed since.
+def _round(layer: nn.Module, name: str, given: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight of a linear layer in `dtype`, rounded again if it was changed since.
 
     Raises:
-        NotPlainError: a number is not finite.
+        NotPlainError: this CPU does not multiply such numbers, or in 8 bits one is not finite.
     """
     weight = given.detach()
     version = 0 if weight.is_inference() else given._version
@@ -348,7 +364,7 @@ def _to_int8(layer: nn.Module, name: str, given: Tensor) -> Tensor:
         or not torch.equal(found.sample, sample)
     ):
         try:
-            packed = pack_int8(weight)
+            packed = pack_weight(weight, dtype)
         except RuntimeError as error:
             raise NotPlainError(f"{name}: {error}") from None
         found = kept[name] = _Rounded(packed, weight.data_ptr(), version, sample.clone())

@@ -8,6 +8,7 @@ the stock forward with stock layers, and warn.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -191,6 +192,8 @@ class Packable(Protocol):
     """What `packing_or_reason` asks a swapped base model."""
 
     config: Any
+    _bert_unpad_frozen: bool
+    """Whether `freeze` has put its layers into one module."""
     _bert_unpad_padded: tuple[str, ...]
     """Outputs that only the stock modules can give."""
 
@@ -205,9 +208,16 @@ def packing_or_reason(model: Packable, call: dict[str, Any]) -> Packing | str:
     """Returns the packing of a call, or why the stock modules have to run it.
 
     Raises:
-        ValueError: the input is packed, and the stock modules would have to run it: they know
-            nothing of its sequences.
+        ValueError: the stock modules would have to run it, but the input is packed, of which they
+            know nothing, or the model is frozen.
     """
+    found = _packing_or_reason(model, call)
+    if model._bert_unpad_frozen and isinstance(found, str):
+        raise ValueError(f"{type(model).__name__}: frozen, and cannot compute a call where {found}")
+    return found
+
+
+def _packing_or_reason(model: Packable, call: dict[str, Any]) -> Packing | str:
     reason, packed = _stock_reason(model, call), call.get("cu_seq_lens_q") is not None
     if reason and packed:
         raise ValueError(
@@ -299,6 +309,26 @@ def _given_packing(model: Packable, call: dict[str, Any], source: Tensor) -> Pac
     return packing
 
 
+def whole_output(model: Any, call: dict[str, Any], first_only: bool = False) -> Any:
+    """A call of a frozen model by one operator, or None; see `frozen.WholeModel`."""
+    whole = vars(model).get("_bert_unpad_whole")
+    return None if whole is None else whole(model, call, first_only)
+
+
+def refuse_cast(model: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Checks what `_apply` is about to do with the tensors of a base model.
+
+    Raises:
+        ValueError: it is frozen, and they would get another dtype or device.
+    """
+    found = change(torch.empty(0)) if model._bert_unpad_frozen else None
+    if found is not None and (found.dtype != torch.float32 or not found.is_cpu):
+        raise ValueError(
+            f"{type(model).__name__}: frozen, and stays in float32 on a CPU, got {found.dtype} on "
+            f"{found.device}"
+        )
+
+
 class PackedModel(StockModule):
     """Mixin for the class of a stock base model; it comes first in the bases."""
 
@@ -307,6 +337,7 @@ class PackedModel(StockModule):
     """The argument of the embeddings that takes embedded tokens."""
     _bert_unpad_arguments: tuple[str, ...]
     _bert_unpad_layer: LayerAdapter
+    _bert_unpad_frozen: bool = False
     _bert_unpad_padded: tuple[str, ...] = ("output_attentions", "output_hidden_states")
 
     def forward(
@@ -327,6 +358,8 @@ class PackedModel(StockModule):
             return super().forward(**call)
         keep_packed = packing is not None
         if packing is None:
+            if (out := whole_output(self, call, first_only)) is not None:
+                return out
             packing = packing_or_reason(self, call)
         if isinstance(packing, str):
             warn_stock(type(self).__name__, packing)
@@ -360,8 +393,14 @@ class PackedModel(StockModule):
         return out if wants_dict(self, call) else out.to_tuple()
 
     def _bert_unpad_reason(self, packed: bool) -> str | None:
+        if self._bert_unpad_frozen:
+            return None
         adapter, layer = self._bert_unpad_adapter, self._bert_unpad_layer
         return _strange_part(self) or static_reason(self, adapter, layer)
+
+    def _apply(self, fn, *args, **kwargs):
+        refuse_cast(self, fn)
+        return super()._apply(fn, *args, **kwargs)
 
     def _bert_unpad_layout(self) -> tuple[bool, bool]:
         return first_is_read(self), self._bert_unpad_layer.distances is not None

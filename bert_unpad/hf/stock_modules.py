@@ -9,7 +9,7 @@ whose heads choose rows, are in `adapters.py`.
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,15 +27,17 @@ from bert_unpad.hf.models import (
     bind,
     kind_reason,
     packing_or_reason,
+    refuse_cast,
     token_positions,
     wants_dict,
+    whole_output,
     width_reason,
 )
 from bert_unpad.hf.packing import Packing
 from bert_unpad.hf.verify import verify_once
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StockFamily:
     """A family: class <prefix>Model of transformers.models.<package>.modeling_<package>."""
 
@@ -47,32 +49,56 @@ class StockFamily:
     """Whether missing positions are counted from the ids that are not padding, as in RoBERTa."""
     embeds_rows: bool = False
     """Whether embeddings need a sequence's other tokens, so that they are computed padded."""
+    outer: Mapping[str, str] | None = None
+    """Paths of what is before and after the layers, by the fields of `EncoderEmbeddings`, if that
+    is all there is."""
     passes_on: ClassVar[bool] = True
     first_readers: ClassVar[tuple[str, ...]] = ("ForSequenceClassification", "ForMultipleChoice")
     """Heads that read the rows of the output themselves where the base model has no pooler."""
 
+
+OUTER = {
+    "word": "embeddings.word_embeddings",
+    "position": "embeddings.position_embeddings",
+    "token_type": "embeddings.token_type_embeddings",
+    "norm": "embeddings.LayerNorm",
+}
+"""`StockFamily.outer` of models like BERT."""
 
 STOCK_FAMILIES = (
     StockFamily("albert", "Albert", "AlbertLayer", layer_parts.ALBERT),
     StockFamily("ernie", "Ernie", "ErnieLayer", layer_parts.BERT),
     # ESM-2 scales a sequence by how many of its tokens are masked.
     StockFamily("esm", "Esm", "EsmLayer", layer_parts.ESM, embeds_rows=True),
-    StockFamily("eurobert", "EuroBert", "EuroBertDecoderLayer", layer_parts.EUROBERT),
     StockFamily(
-        "jina_embeddings_v3", "JinaEmbeddingsV3", "JinaEmbeddingsV3Layer", layer_parts.JINA
+        *("eurobert", "EuroBert", "EuroBertDecoderLayer", layer_parts.EUROBERT),
+        outer={"word": "embed_tokens", "final_norm": "norm"},
     ),
-    StockFamily("modernbert", "ModernBert", "ModernBertEncoderLayer", layer_parts.MODERNBERT),
-    StockFamily("nomic_bert", "NomicBert", "NomicBertLayer", layer_parts.NOMIC),
+    StockFamily(
+        *("jina_embeddings_v3", "JinaEmbeddingsV3", "JinaEmbeddingsV3Layer", layer_parts.JINA),
+        outer=OUTER,
+    ),
+    StockFamily(
+        *("modernbert", "ModernBert", "ModernBertEncoderLayer", layer_parts.MODERNBERT),
+        outer={
+            "word": "embeddings.tok_embeddings",
+            "norm": "embeddings.norm",
+            "final_norm": "final_norm",
+        },
+    ),
+    StockFamily("nomic_bert", "NomicBert", "NomicBertLayer", layer_parts.NOMIC, outer=OUTER),
     StockFamily(
         *("roberta_prelayernorm", "RobertaPreLayerNorm", "RobertaPreLayerNormLayer"),
         layer_parts.PRE_LAYER_NORM,
         counts_ids=True,
+        outer=OUTER | {"final_norm": "LayerNorm"},
     ),
     StockFamily("roc_bert", "RoCBert", "RoCBertLayer", layer_parts.BERT),
     StockFamily(
         *("xlm_roberta_xl", "XLMRobertaXL", "XLMRobertaXLLayer"),
         layer_parts.XLM_ROBERTA_XL,
         counts_ids=True,
+        outer=OUTER | {"final_norm": "encoder.LayerNorm"},
     ),
 )
 
@@ -114,11 +140,14 @@ class PackedCall(StockModule):
     """The attention of calls that cannot be packed: the model's own."""
     _bert_unpad_exact_angles: bool
     """Whether operators may rotate instead of the stock layers; see `angles_are_exact`."""
+    _bert_unpad_frozen: bool = False
     _bert_unpad_padded: tuple[str, ...] = ("output_attentions",)
 
     def forward(self, *args, packing: str | None = None, **kwargs):
         """The stock forward; `packing` is `STOCK` or None."""
         call = bind(self._bert_unpad_arguments, args, kwargs)
+        if packing is None and (out := whole_output(self, call)) is not None:
+            return out
         found = packing or packing_or_reason(self, call)
         if isinstance(found, str):
             if found is not STOCK:
@@ -174,7 +203,7 @@ class PackedCall(StockModule):
             config._attn_implementation = flash.NAME
 
     def _bert_unpad_reason(self, packed: bool) -> str | None:
-        if reason := stock_reason(self):
+        if not self._bert_unpad_frozen and (reason := stock_reason(self)):
             return reason
         if self.config._attn_implementation != flash.NAME:
             return f"its attention became {self.config._attn_implementation!r} after `unpad`"
@@ -182,8 +211,9 @@ class PackedCall(StockModule):
             return "its embeddings need to know each sequence's tokens"
         return None
 
-    def _apply(self, *args, **kwargs):
-        super()._apply(*args, **kwargs)
+    def _apply(self, fn, *args, **kwargs):
+        refuse_cast(self, fn)
+        super()._apply(fn, *args, **kwargs)
         self._bert_unpad_exact_angles = angles_are_exact(self)
         return self
 

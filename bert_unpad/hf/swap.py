@@ -26,10 +26,9 @@ from bert_unpad.hf.heads import (
     PackedSpans,
     PackedTokenLabels,
 )
-from bert_unpad.hf.inference import INT8
-from bert_unpad.hf.int8 import WEIGHTS, choose_weights
 from bert_unpad.hf.layers import PackedLayer, PackedStack, unwrap
 from bert_unpad.hf.models import PackedModel, static_reason
+from bert_unpad.hf.rounded import WEIGHTS, choose_weights
 from bert_unpad.hf.stock_modules import (
     STOCK_FAMILIES,
     FusedLayer,
@@ -141,9 +140,10 @@ def unpad(
             of the stock softmax. "packed": their logits are those of a zero vector. "stock": as in
             the stock model, whose modules then compute all batches with labels and padding.
         weights: those of calls without gradients, in evaluation mode, on a CPU. "float32": the
-            model's, exactly. "int8": rounded to 8 bits beside the model's own (about a quarter of
-            their memory more), and activations token by token. Layers with adapters or hooks inside
-            and all other calls go on with the model's weights. See `calibrate`.
+            model's, exactly. "bfloat16", on CPUs that multiply it, and "int8": rounded beside the
+            model's own (about a half or a quarter of their memory more; `freeze` keeps no others),
+            and activations too, in 8 bits token by token. Layers with adapters or hooks inside and
+            all other calls go on with the model's weights. See `calibrate`.
         verify: run the first batch with padding by the stock modules too, layer by layer, in
             float32 and as the model computes, and backward where gradients are computed. A
             difference beyond rounding raises a `VerificationError`, and leaves the model stock. It
@@ -156,8 +156,8 @@ def unpad(
     Raises:
         TypeError: the model is not a module.
         ValueError: nothing in the model can be accelerated (the text says why); `logits`,
-            `span_loss` or `weights` is unknown; `verify` is to compare 8 bits; or the model cannot
-            be computed in 8 bits, and is unpadded in float32 then.
+            `span_loss` or `weights` is unknown; `verify` is to compare rounded weights; or the
+            model cannot be computed with them, and is unpadded in float32 then.
     """
     for name, value, known in (
         ("logits", logits, LOGITS),
@@ -166,8 +166,8 @@ def unpad(
     ):
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    if verify and weights == INT8:
-        raise ValueError("verify: expected False with weights='int8', which are not exact")
+    if verify and weights != "float32":
+        raise ValueError(f"verify: expected False with weights={weights!r}, which are not exact")
     support = supports(model)
     if not support:
         raise ValueError(f"bert_unpad.hf.unpad: nothing to accelerate in the model:\n{support}")
@@ -209,10 +209,12 @@ def repad(model: nn.Module) -> nn.Module:
         The same object.
 
     Raises:
-        ValueError: a class was swapped again after `unpad`, for example by FSDP2, so that it cannot
-            be undone.
+        ValueError: a class was swapped again after `unpad`, for example by FSDP2, or the model is
+            frozen, so that it cannot be undone.
     """
     for name, module in model.named_modules():
+        if getattr(module, "_bert_unpad_frozen", False):
+            raise ValueError(f"{name or 'the model'} is frozen: its layers are gone")
         kind: Any = type(module)
         if hasattr(kind, "_bert_unpad_stock") and "_bert_unpad_stock" not in vars(kind):
             raise ValueError(f"{name or 'the model'} became a {kind} after unpad: cannot undo that")

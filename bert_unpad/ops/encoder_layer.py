@@ -4,7 +4,7 @@ a CPU."""
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class Affine(NamedTuple):
     """A linear layer or a norm: y = x weight^T + bias, or x normalised, times weight, plus bias."""
 
     weight: Tensor
-    """[out_features, in_features], float32, or what `pack_int8` makes of it; of a norm [hidden]."""
+    """[out_features, in_features], float32, or of `pack_weight`; of a norm [hidden]."""
     bias: Tensor | None
     """float32 [out_features] or [hidden], or None."""
 
@@ -97,9 +97,9 @@ def encoder_layers(
 ) -> Tensor:
     """Computes encoder layers on packed tokens, without dropout and without a derivative.
 
-    Weights in 8 bits are multiplied with activations that are rounded token by token. All the rest
-    is float32; but where all weights of a layer are in 8 bits, its attention is computed in
-    bfloat16 on CPUs that are faster at it.
+    Rounded weights are multiplied with activations that are rounded alike, in 8 bits token by
+    token. All the rest is float32; but where all weights of a layer are rounded, its attention is
+    computed in bfloat16 on CPUs that are faster at it.
 
     Args:
         x: hidden states [T, hidden], float32, on a CPU.
@@ -128,6 +128,80 @@ def encoder_layers(
         *(x, cu_seqlens, max_seqlen, positions, positions_of_rows, cu_rows),
         *(parameters, *_numbers("encoder_layers", tuple(shapes))),
     )
+
+
+class EncoderEmbeddings(NamedTuple):
+    """What is before and after the layers of an encoder, float32; None: there is none."""
+
+    word: Tensor
+    """[entries, hidden]; as all others it is contiguous."""
+    position: Tensor | None
+    token_type: Tensor | None
+    """Without token types all tokens have the first."""
+    norm: Affine | None
+    """The norm of the sum; RMSNorm where the layers' is."""
+    final_norm: Affine | None
+    """The norm of the last layer's output."""
+    eps: tuple[float, float]
+    """What both norms add to the variance."""
+    first_position: int = 0
+    """The position of the first column."""
+    padding_id: int = -1
+    """Positions are counted from the ids that are not it, as in RoBERTa; -1: they are columns."""
+
+    def tensors(self) -> list[Tensor]:
+        """Returns all of them as the operator takes them."""
+        tables = [self.word, self.position, self.token_type]
+        return [_EMPTY if t is None else t for t in tables] + in_order([self.norm, self.final_norm])
+
+
+ENCODER_RESULTS = {"hidden": 0, "mean": 1, "first": 2}
+"""Results of `encoder_model` and their numbers in the operator."""
+
+
+def encoder_model(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    token_type_ids: Tensor | None,
+    embeddings: EncoderEmbeddings,
+    parameters: Sequence[Tensor],
+    shapes: Sequence[LayerShape],
+    *,
+    result: Literal["hidden", "mean", "first"] = "hidden",
+    reads_first: bool = False,
+) -> Tensor:
+    """Computes a whole encoder of a padded batch, on its tokens alone, without a derivative.
+
+    Args:
+        input_ids: int64 [B, S], on a CPU.
+        attention_mask: int64 or bool [B, S], 1 at tokens; None: all are.
+        token_type_ids: int64 [B, S]; None: all 0.
+        embeddings: what is before and after the layers.
+        parameters, shapes: as in `encoder_layers`; there may be no layer.
+        result: hidden states; the mean of each sequence's; or the first token's, of which the last
+            layer then computes no others.
+        reads_first: the caller reads the first column, which must not be padding.
+
+    Returns:
+        Float32 [B, S, hidden], with zeros at padding; or [B, hidden].
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: an activation, or the result, is unknown.
+        RuntimeError: a shape, dtype or device is wrong, the mask has other values, or an id is not
+            in its table.
+        NotImplementedError: a derivative of the result is asked for.
+    """
+    optional = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
+    check_tensors("encoder_model", {"input_ids": input_ids}, optional)
+    if result not in ENCODER_RESULTS:
+        raise ValueError(f"result: expected one of {', '.join(ENCODER_RESULTS)}, got {result!r}")
+    out = _ops.encoder_model(
+        *(input_ids, attention_mask, token_type_ids, embeddings.tensors()),
+        *(embeddings.first_position, embeddings.padding_id, embeddings.eps, parameters),
+        *(*_numbers("encoder_model", tuple(shapes)), ENCODER_RESULTS[result], reads_first),
+    )
+    return out.view(*input_ids.shape, out.shape[1]) if result == "hidden" else out
 
 
 def encoder_project(x: Tensor, parameters: Sequence[Tensor], shape: LayerShape) -> Tensor:
@@ -181,30 +255,39 @@ def _numbers(function: str, shapes: tuple[LayerShape, ...]) -> tuple[list[int], 
     return integers, numbers
 
 
-def pack_int8(weight: Tensor) -> Tensor:
-    """Rounds the weight of a linear layer to 8 bits, for `encoder_layers`.
+def pack_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Brings the weight of a linear layer into the order of a product, for `encoder_layers`.
 
-    Each output feature has its own scale, the largest magnitude of its weights / 127.
+    In 8 bits each output feature has its own scale, the largest magnitude of its weights / 127.
 
     Args:
-        weight: [out_features, in_features], float32, contiguous, finite; multiples of 32, and at
-            most 65,536 in_features.
+        weight: [out_features, in_features], float32, contiguous; multiples of 32. In 8 bits finite,
+            and at most 65,536 in_features.
+        dtype: float32, int8, or bfloat16 where the CPU multiplies that.
 
     Returns:
-        uint8 [bytes]: the numbers in the order of the product, scales and sums. About a quarter of
-        the weight's memory.
+        float32 [panels, in_features, features of a panel], which are as many as this kind of CPU
+        takes; bfloat16 [panels, in_features / 2, 32]; or uint8 [bytes], the numbers, scales and
+        sums, about a quarter of the memory.
 
     Raises:
         TypeError: the weight is not a tensor.
-        RuntimeError: shape or dtype are wrong, or a number is not finite.
+        RuntimeError: shape or dtype are wrong, in 8 bits a number is not finite, or this CPU does
+            not multiply bfloat16.
     """
-    check_tensors("pack_int8", {"weight": weight}, {})
-    return _ops.encoder_pack_int8(weight.detach())
+    check_tensors("pack_weight", {"weight": weight}, {})
+    return _ops.encoder_pack(weight.detach(), dtype)
 
 
 @register_fake("encoder_layers")
 def _(x, rows):
     return x.new_empty(((x if rows is None else rows).shape[0], x.shape[1]))
+
+
+@register_fake("encoder_model")
+def _(ids, embeddings, result):
+    rows = ids.shape[0] * (1 if result else ids.shape[1])
+    return embeddings[0].new_empty((rows, embeddings[0].shape[1]))
 
 
 @register_fake("encoder_project")
@@ -217,11 +300,17 @@ def _(x):
     return x.new_empty(x.shape)
 
 
-@register_fake("encoder_pack_int8")
-def _(weight):
-    columns = (weight.shape[0] + 63) // 64 * 64
-    return weight.new_empty((columns * (weight.shape[1] + 8),), dtype=torch.uint8)
+@register_fake("encoder_pack")
+def _(weight, dtype):
+    out_features, in_features = weight.shape
+    if dtype == torch.int8:
+        columns = (out_features + 63) // 64 * 64
+        return weight.new_empty((columns * (in_features + 8),), dtype=torch.uint8)
+    if dtype == torch.bfloat16:
+        return weight.new_empty((out_features // 16, in_features // 2, 32), dtype=dtype)
+    panel = torch.library.get_ctx().new_dynamic_size()
+    return weight.new_empty((-(-out_features // panel), in_features, panel))
 
 
-for name in ("encoder_layers", "encoder_project", "encoder_finish", "encoder_pack_int8"):
-    register_no_autograd(name)
+for name in ("layers", "model", "project", "finish", "pack"):
+    register_no_autograd(f"encoder_{name}")

@@ -6,16 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bert_unpad import ops
+from bert_unpad import _C, ops
 from bert_unpad.ops.encoder_layer import (
     Affine,
+    EncoderEmbeddings,
     LayerParameters,
     LayerShape,
     encoder_finish,
     encoder_project,
-    pack_int8,
+    pack_weight,
 )
 from bert_unpad.ops.encoder_layer import encoder_layers as whole_layers
+from bert_unpad.ops.encoder_layer import encoder_model as whole_model
 from bert_unpad.self_test.compare import LIMITS, Compared, Inputs, Skip, case
 
 _HIDDEN, _HEADS, _LENGTHS = 64, 2, [5, 40]
@@ -28,7 +30,33 @@ def encoder_layers(inputs: Inputs) -> Iterator[Compared]:
 
 @case
 def encoder_layers_int8(inputs: Inputs) -> Iterator[Compared]:
-    return _layer(inputs, pack_int8, 0.05)
+    return _layer(inputs, lambda weight: pack_weight(weight, torch.int8), 0.05)
+
+
+@case
+def encoder_layers_bf16(inputs: Inputs) -> Iterator[Compared]:
+    if not _C.cpu_isa().endswith(("bf16", "amx")):
+        raise Skip("this CPU multiplies no bf16")
+    return _layer(inputs, lambda weight: pack_weight(weight, torch.bfloat16), 0.05)
+
+
+@case
+def encoder_model(inputs: Inputs) -> Iterator[Compared]:
+    if inputs.device.type != "cpu":
+        raise Skip("it is for CPUs")
+    table, linear = inputs.parameter(9, _HIDDEN), inputs.parameter(_HIDDEN, _HIDDEN, scale=0.1)
+    norm = Affine(torch.ones(_HIDDEN), None)
+    affine = Affine(linear, None)
+    layer = LayerParameters(*(affine,) * 5, None, affine, (None, norm, norm)).tensors()
+    shape = LayerShape(1, 1, _HIDDEN, _HIDDEN, "gelu", False, False, (1e-5,) * 3)
+    ids = torch.arange(9).repeat(3, 1)
+    mask = torch.arange(9) < torch.tensor([[9], [1], [5]])
+    embeddings = EncoderEmbeddings(table, table, None, norm, None, (1e-5, 1e-5))
+    found = whole_model(ids, mask, None, embeddings, layer, [shape], result="mean")
+    x = functional.layer_norm(2 * table[ids[mask]], (_HIDDEN,))
+    cu_seqlens = torch.tensor([0, 9, 10, 15], dtype=torch.int32)
+    rows = whole_layers(x, cu_seqlens, 9, layer, [shape]).split([9, 1, 5])
+    yield Compared("mean", found, torch.stack([row.mean(0) for row in rows]), LIMITS[torch.float32])
 
 
 def _layer(inputs: Inputs, pack: Callable[[Tensor], Tensor], limit: float) -> Iterator[Compared]:

@@ -1,34 +1,18 @@
 // CPU bindings of encoder layers, forward only.
-#include <string>
 #include <vector>
 
 #include "attention/sequences_cpu.h"
 #include "common/checks.h"
-#include "cpu/parallel.h"
-#include "encoder/one_layer.h"
+#include "encoder/layers.h"
 
 namespace bert_unpad {
 
 namespace {
 
-// Returns the number of layers that the lists of a call describe.
-size_t count_layers(const char* op, const std::vector<Tensor>& parameters,
-                    const std::vector<int64_t>& shape, const std::vector<double>& numbers) {
-  const size_t count = parameters.size() / EncoderLayer::kParameters;
-  check(count >= 1 && parameters.size() == count * EncoderLayer::kParameters, op,
-        ": parameters must hold ", int{EncoderLayer::kParameters}, " tensors a layer, got ",
-        parameters.size());
-  check(shape.size() == count * EncoderLayer::kShapes, op, ": shape must hold ",
-        int{EncoderLayer::kShapes}, " numbers a layer, got ", shape.size());
-  check(numbers.size() == count * EncoderLayer::kNumbers, op, ": numbers must hold ",
-        int{EncoderLayer::kNumbers}, " numbers a layer, got ", numbers.size());
-  return count;
-}
-
 // The only layer of a call.
 EncoderLayer one_layer(const char* op, const Tensor& x, const std::vector<Tensor>& parameters,
                        const std::vector<int64_t>& shape, const std::vector<double>& numbers) {
-  check(count_layers(op, parameters, shape, numbers) == 1, op,
+  check(LayerLists{parameters, shape, numbers}.count(op) == 1, op,
         ": expected the parameters of one layer");
   return EncoderLayer(op, x, parameters.data(), shape.data(), numbers.data());
 }
@@ -38,7 +22,8 @@ Tensor encoder_layers(Tensor x, Tensor cu_seqlens, int64_t max_seqlen,
                       std::optional<Tensor> cu_rows, std::vector<Tensor> parameters,
                       std::vector<int64_t> shape, std::vector<double> numbers) {
   const char* op = "encoder_layers";
-  const size_t layers = count_layers(op, parameters, shape, numbers);
+  const LayerLists lists{parameters, shape, numbers};
+  check(lists.count(op) >= 1, op, ": parameters must hold a layer");
   check_shape(x, {-1, -1}, op, "x", "[tokens, hidden]");
   check(rows.has_value() == cu_rows.has_value(), op, ": rows and cu_rows must be given together");
   const AttentionRows keys{x, "x", cu_seqlens, "cu_seqlens", max_seqlen};
@@ -70,22 +55,7 @@ Tensor encoder_layers(Tensor x, Tensor cu_seqlens, int64_t max_seqlen,
             chosen[i]);
   const OutputRows last{rows ? &*rows : nullptr, cu_q};
   const Sequences sequences{cu_k, count, positions ? &*positions : nullptr};
-  Tensor y = x;
-  const auto compute = [&] {
-    for (size_t i = 0; i < layers; ++i) {
-      const std::string name = layers == 1 ? op : op + (": layer " + std::to_string(i));
-      EncoderLayer layer(name.c_str(), y, &parameters[i * EncoderLayer::kParameters],
-                         &shape[i * EncoderLayer::kShapes], &numbers[i * EncoderLayer::kNumbers]);
-      y = layer.run(y, sequences, i + 1 == layers ? last : OutputRows{});
-    }
-  };
-  // Of one block of rows stages are short.
-  const int64_t tokens = x.size(0), numbers_in = tokens * x.size(1);
-  if (tokens <= kBlockRows && numbers_in >= kProductsForAll / std::max<int64_t>(shape[3], 1))
-    with_team(compute);
-  else
-    compute();
-  return y;
+  return run_layers(op, x, lists, sequences, last);
 }
 
 Tensor encoder_project(Tensor x, std::vector<Tensor> parameters, std::vector<int64_t> shape,

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/types.h"
 #include "cpu/isa.h"
 #include "gelu/glu_kind.h"
 
@@ -38,6 +39,27 @@ struct Int8ProductParams {
   float* y;  // rows y_stride apart
   int64_t y_stride;
 };
+
+// The same of bf16 numbers: x [rows to 16, depth], rows after the last of any value; weights in
+// panels of 16 columns (cpu/gemm_bf16.h). The depth and columns are multiples of 32.
+struct Bf16ProductParams {
+  int64_t depth;
+  const bf16 *x, *panels;
+  const float* bias;
+  const float* addend;  // null: none; rows addend_stride apart
+  int64_t addend_stride;
+  float* y;  // rows y_stride apart
+  int64_t y_stride;
+  float* sums;  // scratch memory: the rows of a block to 16, times its columns
+};
+
+struct Bf16ProductKernels {
+  // Rounds rows of `depth` numbers that are x_stride apart.
+  void (*round)(const float* x, int64_t x_stride, int64_t rows, int64_t depth, bf16* out);
+  void (*product)(const Bf16ProductParams&, int64_t row, int64_t rows, int64_t column,
+                  int64_t columns);
+};
+BU_BF16_TABLE(Bf16ProductKernels, bf16_product_kernels)
 
 struct EncoderKernels {
   // Rounds rows of `depth` numbers that are x_stride apart.

@@ -62,9 +62,8 @@ EncoderLayer::EncoderLayer(const char* name, const Tensor& x, const Tensor* para
     if (i == kGate && (gated_ = weight.numel() > 0, !gated_)) continue;
     linears_[i] = linear_of(weight, sizes[i][0], sizes[i][1], op, kNames[2 * i]);
     linears_[i].bias = vector(parameters[2 * i + 1], sizes[i][1], kNames[2 * i + 1]);
-    const bool is_int8 = !linears_[i].weight;
-    any_int8_ = any_int8_ || is_int8;
-    all_int8_ = all_int8_ && is_int8;
+    (linears_[i].weight ? any_fp32_ : linears_[i].narrow ? any_bf16_ : any_int8_) = true;
+    packs_ = packs_ || is_unpacked(linears_[i]);
   }
   for (int i = 0; i < kNorms; ++i) {
     const int at = 2 * (kLinears + i);
@@ -73,32 +72,33 @@ EncoderLayer::EncoderLayer(const char* name, const Tensor& x, const Tensor* para
     norms_[i].weight = vector(parameters[at], hidden_, kNames[at]);
     norms_[i].bias = vector(parameters[at + 1], hidden_, kNames[at + 1]);
   }
-  check(!gated_ || !linears_[kIn].weight == !linears_[kGate].weight, op,
-        ": parameters: ffn_in and ffn_gate must both be packed in 8 bits, or neither");
+  check(!gated_ || (!linears_[kIn].weight == !linears_[kGate].weight &&
+                    !linears_[kIn].narrow == !linears_[kGate].narrow),
+        op, ": parameters: ffn_in and ffn_gate must both be packed in the same dtype, or neither");
   check(norms_[kMiddleNorm].weight && (before_ || norms_[kLastNorm].weight), op,
         ": parameters: a norm is missing");
 }
 
-void EncoderLayer::normalise(bool on_all, const EncoderNorm& norm, const float* x, float* y,
-                             int64_t rows) const {
+void normalise_rows(bool on_all, const EncoderNorm& norm, bool rms, int64_t hidden, const float* x,
+                    float* y, int64_t rows) {
   constexpr int64_t kRows = 16;
-  on_all = on_all && rows * hidden_ >= kNumbersForAll;
+  on_all = on_all && rows * hidden >= kNumbersForAll;
   for_tasks(on_all, (rows + kRows - 1) / kRows, [&](int64_t i) {
     const int64_t first = i * kRows, count = std::min(kRows, rows - first);
     NormCpuParams p{};
     p.dtype = DType::kFloat32;
-    p.hidden = hidden_;
-    p.padded = padded_columns(hidden_);
+    p.hidden = hidden;
+    p.padded = padded_columns(hidden);
     p.eps = norm.eps;
     p.keep_threshold = 65536u;
     p.plain = true;
     float mean[kRows], rstd[kRows];
-    p.mean = rms_ ? nullptr : mean;
+    p.mean = rms ? nullptr : mean;
     p.rstd = rstd;
     p.weight = norm.weight;
     p.bias = norm.bias;
-    p.x = x + first * hidden_;
-    p.y = y + first * hidden_;
+    p.x = x + first * hidden;
+    p.y = y + first * hidden;
     norm_kernels().forward(p, 0, count, thread_scratch(2 * p.padded));
   });
 }
@@ -107,10 +107,10 @@ void EncoderLayer::normalise(bool on_all, const EncoderNorm& norm, const float* 
 void EncoderLayer::pack_all(int first, int last) {
   int64_t floats = 0;
   for (int i = first; i < last; ++i)
-    if (linears_[i].weight) floats += packed_floats(linears_[i]);
+    if (is_unpacked(linears_[i])) floats += packed_floats(linears_[i]);
   float* memory = thread_scratch<2>(floats);
   for (int i = first; i < last; ++i) {
-    if (!linears_[i].weight) continue;
+    if (!is_unpacked(linears_[i])) continue;
     pack(true, linears_[i], 0, linears_[i].columns, memory);
     memory += packed_floats(linears_[i]);
   }
@@ -119,7 +119,9 @@ void EncoderLayer::pack_all(int first, int last) {
 EncoderLayer::Block EncoderLayer::block_memory(int64_t rows) const {
   const int64_t widest = std::max({hidden_, attended(), intermediate_});
   const int64_t bytes = any_int8_ ? multiple_of(64, rows * widest) : 0;
-  float* memory = thread_scratch<1>(rows * (3 * hidden_ + intermediate_ + 2) + bytes / 4 + 64);
+  const int64_t narrow = any_bf16_ ? multiple_of(16, rows) * widest / 2 : 0;
+  float* memory =
+      thread_scratch<1>(rows * (3 * hidden_ + intermediate_ + 2) + bytes / 4 + narrow + 64);
   const auto take = [&](int64_t floats) {
     float* out = memory;
     memory += floats;
@@ -132,7 +134,8 @@ EncoderLayer::Block EncoderLayer::block_memory(int64_t rows) const {
   block.hidden = take(rows * intermediate_);
   block.int8.scales = take(rows);
   block.int8.zeros = reinterpret_cast<int32_t*>(take(rows));
-  block.int8.data = reinterpret_cast<uint8_t*>(take(bytes / 4));
+  block.int8.data = any_int8_ ? reinterpret_cast<uint8_t*>(take(bytes / 4)) : nullptr;
+  block.narrow = any_bf16_ ? reinterpret_cast<bf16*>(take(narrow)) : nullptr;
   return block;
 }
 
@@ -147,14 +150,14 @@ const float* EncoderLayer::enter(bool on_all, const float* x, const Block& memor
 // From attention's result and the layer's input x to the layer's output.
 void EncoderLayer::leave(bool on_all, const float* attended_rows, const float* x, float* out,
                          const Block& m, int64_t rows) const {
-  multiply(on_all, linears_[kOut], input(on_all, attended_rows, attended(), rows, m.int8),
+  multiply(on_all, linears_[kOut], input(on_all, attended_rows, attended(), rows, m),
            {m.sum, hidden_, x});
   normalise(on_all, norms_[kMiddleNorm], m.sum, m.middle, rows);
   const Activation activation{kind_, !linears_[kLast].weight, gated_ ? &linears_[kGate] : nullptr};
-  multiply(on_all, linears_[kIn], input(on_all, m.middle, hidden_, rows, m.int8),
+  multiply(on_all, linears_[kIn], input(on_all, m.middle, hidden_, rows, m),
            {m.hidden, intermediate_, nullptr}, &activation);
   const bool closes = norms_[kLastNorm].weight;
-  multiply(on_all, linears_[kLast], input(on_all, m.hidden, intermediate_, rows, m.int8),
+  multiply(on_all, linears_[kLast], input(on_all, m.hidden, intermediate_, rows, m),
            {closes ? m.normed : out, hidden_, before_ ? m.sum : m.middle});
   if (closes) normalise(on_all, norms_[kLastNorm], m.normed, out, rows);
 }
@@ -180,8 +183,8 @@ void EncoderLayer::set_rotary(RotaryCpuParams& p, const Tensor& positions, float
 
 Tensor EncoderLayer::attend(const Projected& projected, const int32_t* cu_q, const int32_t* cu_k,
                             int64_t sequences) const {
-  // Where products are rounded to 8 bits, 16 are enough for attention, if they are faster here.
-  const bool narrow = all_int8_ && (isa() == Isa::kAmx || fast_bf16_dot_products());
+  // Where all products are of rounded numbers, attention takes bf16 too, if it is faster here.
+  const bool narrow = !any_fp32_ && (isa() == Isa::kAmx || fast_bf16_dot_products());
   const AttentionKernels& kernels = narrow ? *attention_bf16_kernels() : attention_kernels();
   const auto in_dtype = [&](const Tensor& t) {
     return narrow ? torch::stable::to(t, ScalarType::BFloat16) : t;
@@ -227,13 +230,13 @@ EncoderLayer::Projected EncoderLayer::project(const Tensor& x, const Tensor* pos
   const auto* base = x.const_data_ptr<float>();
   RotaryCpuParams rotary{};
   if (theta_ != 0.0 && positions) set_rotary(rotary, *positions, qkv, width);
-  const RowBlocks all(tokens_, !all_int8_), some(queries, !all_int8_);
+  const RowBlocks all(tokens_, packs_), some(queries, packs_);
   if (!all.split) pack_all(kQuery, kOut);
   all.for_each([&](int64_t first, int64_t count) {
     const Block memory = block_memory(count);
     const bool split = all.split;
-    const Input in = input(split, enter(split, base + first * hidden_, memory, count), hidden_,
-                           count, memory.int8);
+    const Input in =
+        input(split, enter(split, base + first * hidden_, memory, count), hidden_, count, memory);
     if (!rows) multiply(split, linears_[kQuery], in, {qkv + first * width, width, nullptr});
     multiply(split, linears_[kKey], in, {key + first * width, width, nullptr});
     multiply(split, linears_[kValue], in, {key + kv + first * width, width, nullptr});
@@ -246,8 +249,8 @@ EncoderLayer::Projected EncoderLayer::project(const Tensor& x, const Tensor* pos
     const bool split = some.split;
     for (int64_t i = first; i < first + count; ++i)
       std::memcpy(copies + i * hidden_, base + chosen[i] * hidden_, hidden_ * sizeof(float));
-    const Input in = input(split, enter(split, copies + first * hidden_, memory, count), hidden_,
-                           count, memory.int8);
+    const Input in =
+        input(split, enter(split, copies + first * hidden_, memory, count), hidden_, count, memory);
     multiply(split, linears_[kQuery], in, {q + first * attended(), attended(), nullptr});
   });
   return found;
@@ -256,7 +259,7 @@ EncoderLayer::Projected EncoderLayer::project(const Tensor& x, const Tensor* pos
 Tensor EncoderLayer::finish(const Tensor& x, const Tensor& attended_rows) {
   const int64_t rows = x.size(0);
   Tensor out = allocate(x, {rows, hidden_});
-  const RowBlocks blocks(rows, !all_int8_);
+  const RowBlocks blocks(rows, packs_);
   if (!blocks.split) pack_all(kOut, kLinears);
   const auto *from = attended_rows.const_data_ptr<float>(), *residual = x.const_data_ptr<float>();
   auto* to = out.mutable_data_ptr<float>();

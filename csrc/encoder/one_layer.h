@@ -32,6 +32,10 @@ struct EncoderNorm {
   float eps;
 };
 
+// Rows of x, `hidden` numbers each, normalised; parameters are padded to kRowPadding.
+void normalise_rows(bool on_all, const EncoderNorm& norm, bool rms, int64_t hidden, const float* x,
+                    float* y, int64_t rows);
+
 class EncoderLayer {
  public:
   static constexpr int kShapes = 9, kNumbers = 6;
@@ -70,8 +74,9 @@ class EncoderLayer {
   double scale_, theta_, position_scale_;
   Linear linears_[kLinears] = {};
   EncoderNorm norms_[kNorms] = {};
-  std::vector<std::vector<float>> vectors_;  // padded parameters
-  bool any_int8_ = false, all_int8_ = true;
+  std::vector<std::vector<float>> vectors_;                      // padded parameters
+  bool any_int8_ = false, any_bf16_ = false, any_fp32_ = false;  // weights
+  bool packs_ = false;                                           // in each call
 
   int64_t attended() const { return heads_ * head_dim_; }
   int64_t kv_width() const { return kv_heads_ * head_dim_; }
@@ -88,23 +93,26 @@ class EncoderLayer {
     return vectors_.back().data();
   }
 
-  // The rows, rounded too if a linear layer needs that.
-  Input input(bool on_all, const float* x, int64_t depth, int64_t rows,
-              const Int8Rows& int8) const {
-    const Input in{x, depth, rows, int8};
-    if (any_int8_) round_rows(on_all, in, depth);
-    return in;
-  }
-  void normalise(bool on_all, const EncoderNorm& norm, const float* x, float* y,
-                 int64_t rows) const;
-  void pack_all(int first, int last);
-
   // The memory of a block of rows.
   struct Block {
     float *normed, *middle, *sum, *hidden;
     Int8Rows int8;
+    bf16* narrow;
   };
   Block block_memory(int64_t rows) const;
+
+  // The rows, rounded too if a linear layer needs that.
+  Input input(bool on_all, const float* x, int64_t depth, int64_t rows, const Block& memory) const {
+    const Input in{x, depth, rows, memory.int8, memory.narrow};
+    round_rows(on_all, in, depth);
+    return in;
+  }
+  void normalise(bool on_all, const EncoderNorm& norm, const float* x, float* y,
+                 int64_t rows) const {
+    normalise_rows(on_all, norm, rms_, hidden_, x, y, rows);
+  }
+  void pack_all(int first, int last);
+
   const float* enter(bool on_all, const float* x, const Block& memory, int64_t rows) const;
   void leave(bool on_all, const float* attended, const float* x, float* out, const Block& memory,
              int64_t rows) const;

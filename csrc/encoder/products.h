@@ -52,18 +52,23 @@ struct RowBlocks {
 // y = x weight^T + bias.
 struct Linear {
   int64_t depth, columns;
-  const float* weight;  // [columns, depth]; null: in 8 bits
+  const float* weight;  // [columns, depth], or packed; null: rounded
+  const bf16* narrow;   // in panels of 16 columns; null: not in bf16
   Int8Weights int8;
   const float* bias;
-  float* panels;  // the fp32 weight from column `first` on, packed; null: not packed
+  const float* panels;  // the fp32 weight from column `first` on, packed; null: not packed
   int64_t first;
 };
+
+inline bool is_int8(const Linear& linear) { return !linear.weight && !linear.narrow; }
+inline bool is_unpacked(const Linear& linear) { return linear.weight && !linear.panels; }
 
 // Rows of a linear layer's input; x is `stride` apart.
 struct Input {
   const float* x;
   int64_t stride, rows;
   Int8Rows int8;  // where a layer needs them
+  bf16* narrow;   // the same; rows to 16
 };
 
 // Rows of its output, `stride` apart, and contiguous rows that are added; null: none.
@@ -80,7 +85,7 @@ struct Activation {
   const Linear* gate;
 };
 
-// Checks a weight, fp32 or packed by encoder_pack_int8. The bias is not set.
+// Checks a weight, fp32 or packed by encoder_pack. The bias is not set.
 Linear linear_of(const Tensor& weight, int64_t depth, int64_t columns, const char* op,
                  const char* name);
 
@@ -90,7 +95,8 @@ bool needs_packing(int64_t rows);
 int64_t packed_floats(const Linear& linear);
 void pack(bool on_all, Linear& linear, int64_t first, int64_t columns, float* panels);
 
-// Rounds the rows of an input to 8 bits, `depth` numbers each.
+// Rounds the rows of an input, `depth` numbers each, to 8 bits or to bf16, where it has memory for
+// that.
 void round_rows(bool on_all, const Input& in, int64_t depth);
 
 // Computes a linear layer, on all threads or on this one.

@@ -3,6 +3,7 @@
 #include "encoder/products.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "cpu/isa.h"
@@ -37,9 +38,15 @@ ProductCpuParams product_params(const Linear& linear, const Input& in, const Out
   p.addend = out.addend;
   p.y = out.y;
   p.y_stride = out.stride;
-  p.panels = linear.panels;
+  p.panels = const_cast<float*>(linear.panels);  // written by `pack` alone
   p.first = linear.first;
   return p;
+}
+
+// [panels, in_features, columns of a panel]: what a product of fp32 reads.
+std::array<int64_t, 3> panel_shape(const Linear& linear) {
+  const int64_t panel = product_kernels().panel;
+  return {(linear.columns + panel - 1) / panel, linear.depth, panel};
 }
 
 // A run of columns in one panel, of a run of rows.
@@ -48,7 +55,12 @@ struct Block {
 };
 
 void compute(const Linear& linear, const Input& in, const Output& out, const Block& b) {
-  if (!linear.weight) {
+  if (linear.narrow) {
+    float* sums = thread_scratch<3>(multiple_of(16, b.rows) * b.columns);
+    const Bf16ProductParams p{linear.depth,   in.narrow, linear.narrow, linear.bias, out.addend,
+                              linear.columns, out.y,     out.stride,    sums};
+    bf16_product_kernels()->product(p, b.row, b.rows, b.column, b.columns);
+  } else if (!linear.weight) {
     static const bool dot_products = int8_dot_products();
     const Int8ProductParams p{dot_products, linear.depth,   in.int8, linear.int8, linear.bias,
                               out.addend,   linear.columns, out.y,   out.stride};
@@ -66,12 +78,15 @@ void multiply_columns(bool on_all, const Linear& linear, const Input& in, const 
   const Linear* gate = activation ? activation->gate : nullptr;
   const bool all_rows = linear.weight && !linear.panels;
   const int64_t panels = (columns + panel - 1) / panel;
-  // Blocks of all rows would be fewest; each thread gets some.
+  // Blocks of all rows would be fewest; each thread gets some, and as many as the others.
   const int64_t threads = on_all ? torch::stable::get_num_threads() : 1;
   int64_t height = std::max<int64_t>(in.rows, 1);
   const auto down = [&] { return (in.rows + height - 1) / height; };
-  while (!all_rows && on_all && height > 24 && down() * panels < 4 * threads)
-    height = multiple_of(6, height / 2);
+  const auto uneven = [&] {
+    const int64_t blocks = down() * panels;
+    return blocks < 4 * threads && blocks % threads != 0;
+  };
+  while (!all_rows && on_all && height > 24 && uneven()) height = multiple_of(6, height / 2);
   for_tasks(on_all, panels * down(), [&](int64_t task) {
     Block block{task % down() * height, 0, first + task / down() * panel, 0};
     block.rows = std::min(height, in.rows - block.row);
@@ -89,16 +104,37 @@ void multiply_columns(bool on_all, const Linear& linear, const Input& in, const 
   });
 }
 
-// Rounds a weight [out_features, in_features] to 8 bits, by column of the output.
-Tensor encoder_pack_int8(Tensor weight) {
-  const char* op = "encoder_pack_int8";
-  check_shape(weight, {-1, -1}, op, "weight", "[out_features, in_features]");
-  check_dtype(weight, ScalarType::Float, op, "weight", "float32");
-  check_contiguous(weight, op, "weight");
+Tensor pack_float32(const Tensor& weight) {
+  Linear linear{};
+  linear.depth = weight.size(1);
+  linear.columns = weight.size(0);
+  linear.weight = weight.const_data_ptr<float>();
+  Tensor out = allocate(weight, panel_shape(linear));
+  pack(true, linear, 0, linear.columns, out.mutable_data_ptr<float>());
+  // Columns that there are not are never read.
+  return out;
+}
+
+// [panels, pairs of in_features, 16 columns of two numbers], as cpu/gemm_bf16.h reads it.
+Tensor pack_bf16(const Tensor& weight, const char* op) {
+  check(bf16_product_kernels(), op, ": dtype bfloat16: this CPU multiplies no bf16");
   const int64_t columns = weight.size(0), depth = weight.size(1);
-  check(columns % 32 == 0 && depth % 32 == 0, op,
-        ": weight must have multiples of 32 features, got ", ShapeOf(weight));
-  check(depth <= 65536, op, ": weight must have at most 65536 in_features, got ", depth);
+  const Tensor rounded = torch::stable::to(weight, ScalarType::BFloat16);
+  Tensor out = allocate(weight, {columns / 16, depth / 2, 32}, ScalarType::BFloat16);
+  const auto* from = static_cast<const uint16_t*>(rounded.const_data_ptr());
+  auto* to = static_cast<uint16_t*>(out.mutable_data_ptr());
+  parallel_for(0, columns, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      uint16_t* panel = to + c / 16 * 16 * depth + c % 16 * 2;
+      for (int64_t k = 0; k < depth; ++k) panel[k / 2 * 32 + k % 2] = from[c * depth + k];
+    }
+  });
+  return out;
+}
+
+// Rounds to 8 bits, by column of the output.
+Tensor pack_int8(const Tensor& weight, const char* op) {
+  const int64_t columns = weight.size(0), depth = weight.size(1);
   const Int8Layout layout(depth, columns);
   Tensor out = allocate(weight, {layout.bytes()}, ScalarType::Byte);
   auto* base = out.mutable_data_ptr<uint8_t>();
@@ -128,26 +164,56 @@ Tensor encoder_pack_int8(Tensor weight) {
   return out;
 }
 
+// Brings a weight [out_features, in_features] into the order of the product.
+Tensor encoder_pack(Tensor weight, ScalarType dtype) {
+  const char* op = "encoder_pack";
+  check_shape(weight, {-1, -1}, op, "weight", "[out_features, in_features]");
+  check_dtype(weight, ScalarType::Float, op, "weight", "float32");
+  check_contiguous(weight, op, "weight");
+  const int64_t columns = weight.size(0), depth = weight.size(1);
+  check(columns % 32 == 0 && depth % 32 == 0, op,
+        ": weight must have multiples of 32 features, got ", ShapeOf(weight));
+  check(depth <= 65536, op, ": weight must have at most 65536 in_features, got ", depth);
+  if (dtype == ScalarType::Float) return pack_float32(weight);
+  if (dtype == ScalarType::BFloat16) return pack_bf16(weight, op);
+  check(dtype == ScalarType::Char, op, ": dtype must be float32, bfloat16 or int8");
+  return pack_int8(weight, op);
+}
+
 }  // namespace
 
 Linear linear_of(const Tensor& weight, int64_t depth, int64_t columns, const char* op,
                  const char* name) {
-  Linear out{depth, columns, nullptr, {}, nullptr, nullptr, 0};
+  Linear out{};
+  out.depth = depth;
+  out.columns = columns;
   check(depth % 32 == 0 && columns % 32 == 0, op, ": ", name,
         " must have multiples of 32 features, got ", columns, " of ", depth);
   if (weight.scalar_type() == ScalarType::Byte) {
     const Int8Layout layout(depth, columns);
     check(weight.dim() == 1 && weight.size(0) == layout.bytes(), op, ": ", name,
-          " must be what encoder_pack_int8 makes of [", columns, ", ", depth, "], [",
-          layout.bytes(), "], got ", ShapeOf(weight));
+          " must be what encoder_pack makes of [", columns, ", ", depth, "], [", layout.bytes(),
+          "], got ", ShapeOf(weight));
     const auto* base = weight.const_data_ptr<uint8_t>();
     out.int8 = {reinterpret_cast<const int8_t*>(base),
                 reinterpret_cast<const float*>(base + layout.scales()),
                 reinterpret_cast<const int32_t*>(base + layout.sums())};
+  } else if (weight.scalar_type() == ScalarType::BFloat16) {
+    check(bf16_product_kernels(), op, ": ", name, ": this CPU multiplies no bf16");
+    check_shape(weight, {columns / 16, depth / 2, 32}, op, name, "that encoder_pack gives it");
+    out.narrow = static_cast<const bf16*>(weight.const_data_ptr());
   } else {
-    check_shape(weight, {columns, depth}, op, name, "[out_features, in_features]");
+    const bool packed = weight.dim() == 3;
+    if (packed) {
+      const auto [panels, in_features, panel] = panel_shape(out);
+      check_shape(weight, {panels, in_features, panel}, op, name,
+                  "that encoder_pack gives it on this CPU");
+    } else {
+      check_shape(weight, {columns, depth}, op, name, "[out_features, in_features]");
+    }
     check_dtype(weight, ScalarType::Float, op, name, "float32, or packed in 8 bits");
     out.weight = weight.const_data_ptr<float>();
+    if (packed) out.panels = out.weight;
   }
   check_contiguous(weight, op, name);
   return out;
@@ -170,21 +236,26 @@ void pack(bool on_all, Linear& linear, int64_t first, int64_t columns, float* pa
 
 void round_rows(bool on_all, const Input& in, int64_t depth) {
   constexpr int64_t kRows = 8;
+  if (!in.int8.data && !in.narrow) return;
   const EncoderKernels& kernels = encoder_kernels();
   on_all = on_all && in.rows * depth >= kNumbersForAll;
   for_tasks(on_all, (in.rows + kRows - 1) / kRows, [&](int64_t i) {
-    const int64_t row = i * kRows;
-    kernels.quantize(in.x + row * in.stride, in.stride, std::min(kRows, in.rows - row), depth,
-                     {in.int8.data + row * depth, in.int8.scales + row, in.int8.zeros + row});
+    const int64_t row = i * kRows, rows = std::min(kRows, in.rows - row);
+    const float* x = in.x + row * in.stride;
+    if (in.int8.data)
+      kernels.quantize(x, in.stride, rows, depth,
+                       {in.int8.data + row * depth, in.int8.scales + row, in.int8.zeros + row});
+    if (in.narrow)
+      bf16_product_kernels()->round(x, in.stride, rows, depth, in.narrow + row * depth);
   });
 }
 
 void multiply(bool on_all, const Linear& linear, const Input& in, const Output& out,
               const Activation* activation) {
-  constexpr int64_t kNarrow = 32;
+  constexpr int64_t kNarrow = 32, kBf16Panel = 96;
   on_all = on_all && in.rows * linear.depth * linear.columns >= kProductsForAll;
   const bool packs = linear.weight && !linear.panels && needs_packing(in.rows);
-  int64_t panel = kInt8Panel;
+  int64_t panel = linear.narrow ? kBf16Panel : kInt8Panel;
   if (linear.weight) panel = packs || linear.panels ? product_kernels().panel : kNarrow;
   if (!packs)
     return multiply_columns(on_all, linear, in, out, activation, 0, linear.columns, panel);
@@ -206,8 +277,6 @@ void multiply(bool on_all, const Linear& linear, const Input& in, const Output& 
   }
 }
 
-STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CPU, m) {
-  m.impl("encoder_pack_int8", TORCH_BOX(&encoder_pack_int8));
-}
+STABLE_TORCH_LIBRARY_IMPL(bert_unpad, CPU, m) { m.impl("encoder_pack", TORCH_BOX(&encoder_pack)); }
 
 }  // namespace bert_unpad

@@ -344,7 +344,7 @@ def test_a_model_that_diverges(whole_layers):
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="weights: expected one of float32, int8, got 'int4'"):
+    with pytest.raises(ValueError, match="weights: expected one of float32, bfloat16, int8, got"):
         hf.unpad(make("BertModel"), weights="int4")
     with pytest.raises(ValueError, match="verify: expected False with weights='int8'"):
         hf.unpad(make("BertModel"), weights="int8", verify=True)

@@ -11,13 +11,14 @@ from torch.nn import functional
 
 from bert_unpad import _C, ops
 from bert_unpad.ops.encoder_layer import (
+    LINEARS,
     Affine,
     LayerParameters,
     LayerShape,
     encoder_finish,
     encoder_layers,
     encoder_project,
-    pack_int8,
+    pack_weight,
 )
 from tests.support.op_checks import results_of_every_isa
 from tests.support.seeds import derived
@@ -153,10 +154,13 @@ def reference(
 
 
 def to_int8(p: LayerParameters) -> LayerParameters:
-    names = ("query", "key", "value", "attention_out", "ffn_in", "ffn_gate", "ffn_out")
-    found = {name: getattr(p, name) for name in names}
+    found = {name: getattr(p, name) for name in LINEARS}
     return replace(
-        p, **{n: a if a is None else Affine(pack_int8(a.weight), a.bias) for n, a in found.items()}
+        p,
+        **{
+            name: linear and Affine(pack_weight(linear.weight, torch.int8), linear.bias)
+            for name, linear in found.items()
+        },
     )
 
 
@@ -321,9 +325,9 @@ def test_packed_weights() -> None:
     weight = torch.randn(96, 64)
     weight[5] = 0
     weight[7, 3] = 1000.0
-    packed = pack_int8(weight)
+    packed = pack_weight(weight, torch.int8)
     assert packed.shape == (128 * 72,)
-    assert torch.equal(packed, pack_int8(weight))
+    assert torch.equal(packed, pack_weight(weight, torch.int8))
     panels = packed[: 128 * 64].view(torch.int8).view(2, 16, 64, 4)
     whole = panels.permute(0, 2, 1, 3).reshape(128, 64)
     scales = packed[128 * 64 : 128 * 68].view(torch.float32)
@@ -336,7 +340,7 @@ def test_packed_weights() -> None:
     for value in (torch.nan, -torch.inf):
         weight[1, 1] = value
         with pytest.raises(RuntimeError, match="weight must be finite, but row 1 is not"):
-            pack_int8(weight)
+            pack_weight(weight, torch.int8)
 
 
 def test_opcheck() -> None:
@@ -350,7 +354,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.bert_unpad.encoder_project.default, (x, *rest))
     attended = torch.randn(25, 64)
     torch.library.opcheck(torch.ops.bert_unpad.encoder_finish.default, (x, attended, *rest))
-    torch.library.opcheck(torch.ops.bert_unpad.encoder_pack_int8.default, (p.query.weight,))
+    torch.library.opcheck(torch.ops.bert_unpad.encoder_pack.default, (p.query.weight, torch.int8))
 
 
 def test_errors() -> None:
@@ -372,10 +376,10 @@ def test_errors() -> None:
     fails("rotary embeddings need positions", shape=s._replace(rotary=(1e4, 1.0)))
     fails("a norm is missing", parameters=replace(p, norms=(None, p.norms[1], None)))
     fails(r"parameters\[14\] must have shape", parameters=replace(p, norms=(p.query,) * 3))
-    half = replace(p, ffn_gate=Affine(pack_int8(p.ffn_in.weight), None))
-    fails("both be packed in 8 bits, or neither", parameters=half)
-    other = replace(p, query=Affine(pack_int8(p.ffn_in.weight), None))
-    fails(r"parameters\[0\] must be what encoder_pack_int8 makes of", parameters=other)
+    half = replace(p, ffn_gate=Affine(pack_weight(p.ffn_in.weight, torch.int8), None))
+    fails("both be packed in the same dtype, or neither", parameters=half)
+    other = replace(p, query=Affine(pack_weight(p.ffn_in.weight, torch.int8), None))
+    fails(r"parameters\[0\] must be what encoder_pack makes of", parameters=other)
     leaf = x.clone().requires_grad_()
     with pytest.raises(NotImplementedError, match="encoder_layers: gradients are not supported"):
         encoder_layers(leaf, cu_seqlens, longest, p.tensors(), [s]).sum().backward()

@@ -84,6 +84,7 @@ def _examples() -> dict[str, tuple]:
         [0.25, 1e-5, 1e-5, 1e-5, 0.0, 1.0],
     )
     tables = (*(torch.zeros(TOKENS, dtype=torch.int64) for _ in range(3)), *(rows() for _ in "123"))
+    affines = [vector() for _ in range(4)]
     logits = (rows(), torch.zeros(TOKENS, dtype=torch.int64))
     loss = (scalar(), *logits, rows(TOKENS), HIDDEN, -100)
     weight = rows(WIDTH, HIDDEN)
@@ -134,9 +135,13 @@ def _examples() -> dict[str, tuple]:
         "encoder_layers": (
             *(x, cu_q, 5, positions, torch.tensor([0, 4]), torch.tensor([0, 1, 2]).int(), *layer),
         ),
+        "encoder_model": (
+            *(tables[0][None], tables[1][None] == 0, tables[2][None], [*tables[3:], *affines]),
+            *(0, -1, [1e-5, 1e-5], *layer, 0, False),
+        ),
         "encoder_project": (x, *layer),
         "encoder_finish": (x, dy, *layer),
-        "encoder_pack_int8": (rows(HIDDEN, HIDDEN),),
+        "encoder_pack": (rows(HIDDEN, HIDDEN), torch.int8),
         "quantize_fp8": (x, False, True),
         "quantize_fp8_scaled": (x, False, True, scalar(), rows(1024), True),
         "quantize_weights_fp8_": (

@@ -412,9 +412,9 @@ class Encoder {
 
   static at::Tensor pack_int8(const at::Tensor& weight) {
     static const auto run = c10::Dispatcher::singleton()
-                                .findSchemaOrThrow("bert_unpad::encoder_pack_int8", "")
-                                .typed<at::Tensor(const at::Tensor&)>();
-    return run.call(weight);
+                                .findSchemaOrThrow("bert_unpad::encoder_pack", "")
+                                .typed<at::Tensor(const at::Tensor&, at::ScalarType)>();
+    return run.call(weight, at::kChar);
   }
 
   bool modern_ = false;
