@@ -4,7 +4,7 @@
     python -m benchmarks.serve --rounds 1 --texts 16 --dry      # try it out
 
 `examples/embedding_server.py` gathers requests into batches by their tokens and answers; behind it
-runs the model of a shape of benchmarks/lib/embed_shapes.py with random weights: by `hf.unpad`, the
+runs the model of a shape of benchmarks/lib/embed_shapes.py with random weights: by `hf.freeze`, the
 same in 8 bits, or by sentence-transformers' own modules on PyTorch, in batches of 32 sorted by
 length. Every client sends one text after another, each as a request of its own, as soon as it has
 the last answer. Servers are processes of their own that take turns; one thread each, so that a
@@ -31,19 +31,16 @@ import numpy as np
 import torch
 
 from benchmarks.lib import embed_contenders, embed_shapes, embed_texts, harness
-from bert_unpad import hf
 from examples import embedding_server
 
-OURS, OURS_8BIT, PEER = "hf.unpad", "hf.unpad, 8 bits", "sentence-transformers"
+OURS, OURS_8BIT, PEER = "hf.freeze", "hf.freeze, 8 bits", "sentence-transformers"
 CONTENDERS = (OURS, OURS_8BIT, PEER)
 
 
 def encoder(name: str, shape: embed_shapes.Shape, folder: Path) -> embedding_server.Encoder:
     """What the server asks for tokens and vectors."""
-    made = embedding_server.Encoder(str(folder))
-    if name == OURS_8BIT:
-        hf.repad(made.model)
-        hf.unpad(made.model, weights="int8")
+    weights = "int8" if name == OURS_8BIT else "float32"
+    made = embedding_server.Encoder(str(folder), weights)
     if name != PEER:
         return made
     build = embed_contenders.Build(shape, folder, torch.get_num_threads())

@@ -55,14 +55,14 @@ with packages_of("serve"):
 class Encoder:
     """A model and its tokenizer: token ids to vectors."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, weights: str = "float32") -> None:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         model = transformers.AutoModel.from_pretrained(path)
         if getattr(model, "pooler", None) is not None:
             model.pooler = None  # nobody reads it
-        self.model = hf.unpad(model.eval())
         # RoBERTa's positions begin after the padding token's id.
         first = getattr(model.embeddings, "padding_idx", -1) + 1
+        self.model = hf.freeze(hf.unpad(model.eval(), weights=weights))
         positions = model.config.max_position_embeddings - first
         self.max_length = min(positions, self.tokenizer.model_max_length)
 

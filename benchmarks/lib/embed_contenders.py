@@ -38,7 +38,8 @@ ONNX, OPENVINO, ESM_CPP = "ONNX Runtime", "OpenVINO", "esm-cpp"
 ONNX_8BIT, OPENVINO_8BIT, OURS_8BIT, FROZEN_8BIT = (
     f"{name}, 8 bits" for name in (ONNX, OPENVINO, OURS, FROZEN)
 )
-NOT_EXACT = (ONNX_8BIT, OPENVINO_8BIT, OURS_8BIT, FROZEN_8BIT)
+FROZEN_BF16 = f"{FROZEN}, bf16"
+NOT_EXACT = (ONNX_8BIT, OPENVINO_8BIT, OURS_8BIT, FROZEN_8BIT, FROZEN_BF16)
 PACKAGES = {
     **{ONNX: "onnxruntime", ONNX_8BIT: "onnxruntime"},
     **{OPENVINO: "openvino", OPENVINO_8BIT: "nncf", ESM_CPP: "esm_cpp"},
@@ -158,6 +159,10 @@ def unpadded_8bit(build: Build) -> Encode:
 def frozen(build: Build) -> Encode:
     """The layers' weights are constants, as in an exported graph."""
     return unpadded(build, frozen=True)
+
+
+def frozen_bf16(build: Build) -> Encode:
+    return unpadded(build, "bfloat16", frozen=True)
 
 
 def frozen_8bit(build: Build) -> Encode:
@@ -345,6 +350,7 @@ CONTENDERS: dict[str, Callable[[Build], Encode]] = {
     OURS: unpadded,
     OURS_8BIT: unpadded_8bit,
     FROZEN: frozen,
+    FROZEN_BF16: frozen_bf16,
     FROZEN_8BIT: frozen_8bit,
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.lib.report import Result, between, commands, count, figures, runs, source, table
 
 TORCH, OURS, GRAPHS = "torch", "hf.unpad", ("ONNX Runtime", "OpenVINO")
+FROZEN = "hf.freeze"
 EIGHT_BITS = ", 8 bits"
 MIXED = ("mixed", "bulk")
 # What we want on mixed texts in fp32.
@@ -62,12 +63,24 @@ def _figures(name: str, found: Result) -> Iterator[str]:
         '"Filled" is the share of real tokens in batches sorted by length.'
     )
     yield _ratios(cells, OURS)
-    if any(OURS + EIGHT_BITS in _rows(cell) for cell in cells):
+    for ours, what in (
+        (FROZEN, "`hf.freeze(hf.unpad(model))`"),
+        (OURS + EIGHT_BITS, '`hf.unpad(model, weights="int8")`'),
+        (FROZEN + EIGHT_BITS, "that model, frozen"),
+    ):
+        if not any(ours in _rows(cell) for cell in cells):
+            continue
+        rounded = ours.endswith(EIGHT_BITS)
         yield (
-            'The same of `hf.unpad(model, weights="int8")`, beside what else computes in 8 bits, '
-            "and the least cosine of a text's vector to stock PyTorch's (of random weights)."
+            f"The same of {what}"
+            + rounded
+            * (
+                ", beside what else rounds, and the least cosine of a text's vector to stock PyTorch's "
+                "(of random weights)"
+            )
+            + "."
         )
-        yield _ratios(cells, OURS + EIGHT_BITS)
+        yield _ratios(cells, ours)
     yield from _goals(cells)
     yield "\n".join(f"- {line}" for line in _fastest(cells))
     yield (
