@@ -1,6 +1,6 @@
 // Vectors of texts: token ids in, one text a line, separated by spaces; a vector a line out.
 //
-//   encode FOLDER [none|mean|first] [float32|int8] < ids > vectors
+//   encode FOLDER [none|mean|first] [float32|bfloat16|int8] < ids > vectors
 //
 // All lines are one batch. `none` writes the hidden states of all tokens instead.
 #include <bert_unpad/encoder.h>
@@ -18,9 +18,13 @@ int run(int argc, char** argv) {
       {"none", bert_unpad::Pooling::kNone},
       {"mean", bert_unpad::Pooling::kMean},
       {"first", bert_unpad::Pooling::kFirst}};
-  const bool known = poolings.count(pooling) && (weights == "float32" || weights == "int8");
+  const std::map<std::string, bert_unpad::Weights> kinds = {
+      {"float32", bert_unpad::Weights::kFloat32},
+      {"bfloat16", bert_unpad::Weights::kBFloat16},
+      {"int8", bert_unpad::Weights::kInt8}};
+  const bool known = poolings.count(pooling) && kinds.count(weights);
   if (argc < 2 || argc > 4 || !known) {
-    std::cerr << "usage: encode FOLDER [none|mean|first] [float32|int8] < ids\n";
+    std::cerr << "usage: encode FOLDER [none|mean|first] [float32|bfloat16|int8] < ids\n";
     return 2;
   }
   std::vector<std::vector<int64_t>> texts;
@@ -37,9 +41,7 @@ int run(int argc, char** argv) {
     }
   }
   bert_unpad::load_operators(BERT_UNPAD_LIBRARY);
-  using bert_unpad::Weights;
-  const bert_unpad::Encoder encoder(argv[1],
-                                    weights == "int8" ? Weights::kInt8 : Weights::kFloat32);
+  const bert_unpad::Encoder encoder(argv[1], kinds.at(weights));
   const bool normalise = pooling != "none";
   const at::Tensor vectors = encoder.encode(texts, poolings.at(pooling), normalise);
   std::cout.precision(9);  // enough to read the same float32 again

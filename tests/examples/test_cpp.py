@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import bert_unpad
-from bert_unpad import hf
+from bert_unpad import _C, hf
 from tests.support.seeds import derived
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "cpp"
@@ -75,8 +75,8 @@ def texts() -> list[list[int]]:
 
 
 def hidden_states(model: torch.nn.Module, texts: list[list[int]], **options: str) -> list[Tensor]:
-    """What `hf.unpad` computes in Python, text by text, from one batch."""
-    base = hf.unpad(model, **options).base_model.eval()
+    """What `hf.freeze` computes in Python, text by text, from one batch."""
+    base = hf.freeze(hf.unpad(model.eval(), **options)).base_model
     longest = max(map(len, texts))
     pad = base.config.pad_token_id
     ids = torch.tensor([text + [pad] * (longest - len(text)) for text in texts])
@@ -87,7 +87,7 @@ def hidden_states(model: torch.nn.Module, texts: list[list[int]], **options: str
 
 
 @pytest.mark.parametrize("make", [bert, roberta, modernbert])
-@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
 def test_hidden_states_have_the_bits_of_python(
     make: Callable[[], torch.nn.Module],
     weights: str,
@@ -97,9 +97,11 @@ def test_hidden_states_have_the_bits_of_python(
 ) -> None:
     model = make()
     model.save_pretrained(tmp_path)
+    if weights == "bfloat16" and not _C.cpu_isa().endswith(("bf16", "amx")):
+        assert "multiplies no bf16" in refused(program, tmp_path, "none", weights)
+        return
     got = run(program, tmp_path, texts, "none", weights)
-    want = hidden_states(model, texts, **({"weights": "int8"} if weights == "int8" else {}))
-    assert torch.equal(got, torch.cat(want))
+    assert torch.equal(got, torch.cat(hidden_states(model, texts, weights=weights)))
 
 
 @pytest.mark.parametrize("make", [bert, modernbert])
@@ -149,9 +151,9 @@ def test_a_damaged_file_is_named(program: Path, tmp_path: Path) -> None:
         assert said in done.stderr
 
 
-def refused(program: Path, folder: Path) -> str:
+def refused(program: Path, folder: Path, *words: str) -> str:
     """What is said of a folder that cannot be loaded."""
-    done = subprocess.run([program, folder], input="5\n", capture_output=True, text=True)
+    done = subprocess.run([program, folder, *words], input="5\n", capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     return done.stderr
 

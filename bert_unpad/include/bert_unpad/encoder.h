@@ -5,7 +5,7 @@
 //   const at::Tensor vectors = encoder.encode({{101, 7592, 102}, {101, 2088, 2003, 102}});
 //
 // A folder holds config.json and model.safetensors of BERT, RoBERTa, XLM-RoBERTa, CamemBERT or
-// ModernBERT. Hidden states have the same bits as those of `bert_unpad.hf.unpad` in Python. Needs
+// ModernBERT. Hidden states have the same bits as those of `bert_unpad.hf.freeze` in Python. Needs
 // LibTorch and nlohmann_json (3.x); examples/cpp shows how to build with it.
 #pragma once
 
@@ -35,7 +35,7 @@ inline void load_operators(const std::string& library) {
                                 std::string(dlerror()));
 }
 
-enum class Weights { kFloat32, kInt8 };
+enum class Weights { kFloat32, kBFloat16, kInt8 };
 enum class Pooling { kNone, kMean, kFirst };
 
 namespace detail {
@@ -184,23 +184,25 @@ inline const Family& family_of(const std::string& model_type) {
 // Inference of an encoder. Calls may come from several threads.
 class Encoder {
  public:
-  // `folder`: of config.json and model.safetensors. Weights in 8 bits: see `unpad(weights="int8")`.
+  // `folder`: of config.json and model.safetensors. Rounded weights: see `unpad(weights="int8")`.
   explicit Encoder(const std::string& folder, Weights weights = Weights::kFloat32) {
-    const Source from(folder, weights == Weights::kInt8);
+    const Source from(folder, weights);
     const detail::Family& names = from.names;
     modern_ = from.modern;
     eps_ = from.field<double>(modern_ ? "norm_eps" : "layer_norm_eps", modern_ ? 1e-5 : 1e-12);
     if (!(eps_ >= 0.0)) detail::refuse("layer_norm_eps: expected a number from 0 on");
     if (&names == &detail::kRoberta) first_position_ = from.size("pad_token_id", 0, 1) + 1;
     const int64_t hidden = from.hidden;
-    word_ = from.tensor(names.word, ".weight", {from.size("vocab_size", 1), hidden});
+    const at::Tensor none = at::empty({0});
     const auto table = [&](const char* name, const char* field) {
-      return name ? from.tensor(name, ".weight", {from.size(field, 1), hidden}) : at::Tensor();
+      return name ? from.tensor(name, ".weight", {from.size(field, 1), hidden}) : none;
     };
-    position_ = table(names.position, "max_position_embeddings");
-    type_ = table(names.type, "type_vocab_size");
-    embedding_norm_ = from.norm(names.embedding_norm);
-    if (modern_) final_norm_ = from.norm(names.final_norm);
+    embeddings_ = {table(names.word, "vocab_size"),
+                   table(names.position, "max_position_embeddings"),
+                   table(names.type, "type_vocab_size")};
+    for (const Affine& norm : {from.norm(names.embedding_norm),
+                               modern_ ? from.norm(names.final_norm) : Affine{none, none}})
+      embeddings_.insert(embeddings_.end(), norm.begin(), norm.end());
     for (int64_t i = 0, count = from.size("num_hidden_layers", 0); i < count; ++i)
       read_layer(from, i);
   }
@@ -211,43 +213,21 @@ class Encoder {
   at::Tensor encode(const std::vector<std::vector<int64_t>>& texts,
                     Pooling pooling = Pooling::kMean, bool normalise = true) const {
     const c10::InferenceMode inference;
-    std::vector<int32_t> ends = {0};
-    std::vector<int64_t> ids, places, firsts;
-    int64_t longest = 0;
+    const at::Tensor &word = embeddings_[0], &position = embeddings_[1];
+    int64_t longest = 0, row = 0;
+    for (const auto& text : texts) longest = std::max(longest, static_cast<int64_t>(text.size()));
+    const std::vector<int64_t> shape = {static_cast<int64_t>(texts.size()), longest};
+    const at::Tensor ids = at::zeros(shape, at::kLong), mask = at::zeros(shape, at::kBool);
     for (const auto& text : texts) {
       if (text.empty()) detail::refuse("texts: expected token ids in each, got none");
-      firsts.push_back(static_cast<int64_t>(ids.size()));
-      longest = std::max(longest, static_cast<int64_t>(text.size()));
-      for (size_t i = 0; i < text.size(); ++i) {
-        detail::check_range("texts: ids", text[i], 0, word_.size(0) - 1);
-        ids.push_back(text[i]);
-        places.push_back(first_position_ + static_cast<int64_t>(i));
-      }
-      ends.push_back(static_cast<int32_t>(ids.size()));
+      for (const int64_t id : text) detail::check_range("texts: ids", id, 0, word.size(0) - 1);
+      std::copy(text.begin(), text.end(), ids.mutable_data_ptr<int64_t>() + row * longest);
+      std::fill_n(mask.mutable_data_ptr<bool>() + row++ * longest, text.size(), true);
     }
-    if (position_.defined())
-      detail::check_range("texts: tokens", longest, 0, position_.size(0) - first_position_);
-    const at::Tensor cu_seqlens = at::tensor(ends, at::kInt), first = at::tensor(firsts, at::kLong);
-    const at::Tensor positions = at::tensor(places, at::kLong);
-    at::Tensor x = at::embedding(word_, at::tensor(ids, at::kLong));
-    if (type_.defined()) x = x + type_[0];
-    if (position_.defined()) x = x + at::embedding(position_, positions);
-    x = normalised(x, embedding_norm_);
-    // Where only first tokens are read, the last layer computes no others.
-    std::optional<at::Tensor> rows, cu_rows;
-    if (pooling == Pooling::kFirst && !modern_ && !shape_.empty()) {
-      rows = first;
-      cu_rows = at::arange(static_cast<int64_t>(ends.size()), at::kInt);
-    }
-    if (!shape_.empty()) x = compute(x, cu_seqlens, longest, positions, rows, cu_rows);
-    if (modern_) x = normalised(x, final_norm_);
-    if (pooling == Pooling::kFirst && modern_) x = x.index_select(0, first);
-    if (pooling == Pooling::kMean) {
-      at::Tensor means = x.new_empty({static_cast<int64_t>(texts.size()), x.size(1)});
-      for (int64_t i = 0; i < means.size(0); ++i)
-        means[i] = x.slice(0, ends[i], ends[i + 1]).mean(0);
-      x = means;
-    }
+    if (position.numel() > 0)
+      detail::check_range("texts: tokens", longest, 0, position.size(0) - first_position_);
+    at::Tensor x = compute(ids, mask, pooling);
+    if (pooling == Pooling::kNone) x = x.index_select(0, mask.flatten().nonzero().flatten());
     return normalise ? x / x.norm(2, 1, true).clamp_min(1e-12) : x;
   }
 
@@ -258,16 +238,16 @@ class Encoder {
   struct Source {
     detail::Json config;
     detail::Safetensors files;
-    bool int8;
+    Weights weights;
     const detail::Family& names;
     bool modern;
     int64_t hidden;
     std::string trunk;
 
-    Source(const std::string& folder, bool int8)
+    Source(const std::string& folder, Weights weights)
         : config(detail::read_json(folder + "/config.json")),
           files(folder + "/model.safetensors"),
-          int8(int8),
+          weights(weights),
           names(detail::family_of(field<std::string>("model_type"))),
           modern(names.final_norm != nullptr),
           hidden(size("hidden_size", 1)) {
@@ -314,7 +294,7 @@ class Encoder {
       const int64_t first = part * columns, last = first + columns;
       const at::Tensor weight =
           tensor(module, ".weight", {parts * columns, depth}).slice(0, first, last).clone();
-      return {int8 ? pack_int8(weight) : weight,
+      return {pack(weight, weights),
               bias ? tensor(module, ".bias", {parts * columns}).slice(0, first, last).clone()
                    : at::empty({0})};
     }
@@ -388,40 +368,32 @@ class Encoder {
     }
   }
 
-  at::Tensor normalised(const at::Tensor& x, const Affine& norm) const {
-    const auto optional = [](const at::Tensor& t) {
-      return t.numel() == 0 ? std::optional<at::Tensor>() : t;
-    };
-    return at::layer_norm(x, {x.size(1)}, optional(norm[0]), optional(norm[1]), eps_);
-  }
-
-  // All layers.
-  at::Tensor compute(const at::Tensor& x, const at::Tensor& cu_seqlens, int64_t longest,
-                     const at::Tensor& positions, const std::optional<at::Tensor>& rows,
-                     const std::optional<at::Tensor>& cu_rows) const {
+  // The operator that computes all of it: hidden states [texts * longest, hidden], or vectors.
+  at::Tensor compute(const at::Tensor& ids, const at::Tensor& mask, Pooling pooling) const {
     using Optional = const std::optional<at::Tensor>&;
+    using Tensors = at::TensorList;
+    using Numbers = at::ArrayRef<double>;
     static const auto run =
         c10::Dispatcher::singleton()
-            .findSchemaOrThrow("bert_unpad::encoder_layers", "")
-            .typed<at::Tensor(const at::Tensor&, const at::Tensor&, int64_t, Optional, Optional,
-                              Optional, at::TensorList, at::IntArrayRef, at::ArrayRef<double>)>();
-    return run.call(x, cu_seqlens, longest,
-                    modern_ ? std::optional<at::Tensor>(positions) : std::nullopt, rows, cu_rows,
-                    parameters_, shape_, numbers_);
+            .findSchemaOrThrow("bert_unpad::encoder_model", "")
+            .typed<at::Tensor(const at::Tensor&, Optional, Optional, Tensors, int64_t, int64_t,
+                              Numbers, Tensors, at::IntArrayRef, Numbers, int64_t, bool)>();
+    return run.call(ids, mask, std::nullopt, embeddings_, first_position_, -1, {eps_, eps_},
+                    parameters_, shape_, numbers_, static_cast<int64_t>(pooling), false);
   }
 
-  static at::Tensor pack_int8(const at::Tensor& weight) {
+  static at::Tensor pack(const at::Tensor& weight, Weights weights) {
     static const auto run = c10::Dispatcher::singleton()
                                 .findSchemaOrThrow("bert_unpad::encoder_pack", "")
                                 .typed<at::Tensor(const at::Tensor&, at::ScalarType)>();
-    return run.call(weight, at::kChar);
+    constexpr at::ScalarType kinds[] = {at::kFloat, at::kBFloat16, at::kChar};
+    return run.call(weight, kinds[static_cast<int>(weights)]);
   }
 
   bool modern_ = false;
   double eps_ = 0.0;
   int64_t first_position_ = 0;
-  at::Tensor word_, position_, type_;
-  Affine embedding_norm_, final_norm_;
+  std::vector<at::Tensor> embeddings_;  // as the operator takes them
   // Of all layers, one after the other.
   std::vector<at::Tensor> parameters_;
   std::vector<int64_t> shape_;
