@@ -68,7 +68,7 @@ X86 = {
 # NEON is in every aarch64 CPU, so `generic` has it. On aarch64 g++ moves all loads of a loop to its
 # start before it gives out registers; a 6 x 4 tile of sums then does not fit in them.
 AARCH64_GENERIC = ["-fno-schedule-insns", "-Wno-ignored-optimization-argument"]
-AARCH64_BF16 = {"neon_bf16": [*AARCH64_GENERIC, "-march=armv8.2-a+bf16"]}
+AARCH64_BF16 = {"neon_bf16": [*AARCH64_GENERIC, "-march=armv8.2-a+bf16+i8mm"]}
 AARCH64 = {
     "simd": {"generic": AARCH64_GENERIC, **AARCH64_BF16},
     "fp32": {"generic": AARCH64_GENERIC},

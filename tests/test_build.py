@@ -81,7 +81,7 @@ def test_a_processor_gets_its_own_options(monkeypatch, machine: str, names: list
     assert list(kinds["fp32"]) == [name for name in names if not name.endswith("bf16")]
     options = {flag for sets in kinds.values() for flags in sets.values() for flag in flags}
     assert ("-mavx2" in options) == (machine == "x86_64")
-    assert ("-march=armv8.2-a+bf16" in options) == ("neon_bf16" in names)
+    assert ("-march=armv8.2-a+bf16+i8mm" in options) == ("neon_bf16" in names)
 
 
 @pytest.fixture

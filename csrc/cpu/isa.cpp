@@ -56,8 +56,9 @@ Isa best() {
   if (avx512) return Isa::kAvx512;
   if (avx2) return Isa::kAvx2;
 #elif defined(__aarch64__) && defined(__linux__)
-  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16, which older headers do not have
-  if (getauxval(AT_HWCAP2) & kBf16) return Isa::kNeonBf16;
+  // HWCAP2_BF16 and HWCAP2_I8MM, which older headers do not have.
+  constexpr unsigned long kBf16 = 1ul << 14, kI8mm = 1ul << 13;
+  if ((getauxval(AT_HWCAP2) & kBf16) && (getauxval(AT_HWCAP2) & kI8mm)) return Isa::kNeonBf16;
 #endif
   return Isa::kGeneric;
 }
@@ -68,12 +69,22 @@ const char* asked_for() {
   return wish != nullptr && *wish != '\0' ? wish : nullptr;
 }
 
+constexpr const char* kDotProducts = "+vnni";  // what may follow its name
+
+bool asked_for_dot_products() {
+  const char* wish = asked_for();
+  return wish != nullptr && std::string(wish).find(kDotProducts) != std::string::npos;
+}
+
 Isa choose() {
   const Isa limit = best();
   const char* wish = asked_for();
   if (wish == nullptr) return limit;
+  const std::string name = wish;
   for (Isa isa : kBuilt)
-    if (isa <= limit && std::string(isa_name(isa)) == wish) return isa;
+    if (isa <= limit &&
+        (name == isa_name(isa) || name == std::string(isa_name(isa)) + kDotProducts))
+      return isa;
   throw std::runtime_error("BERT_UNPAD_ISA=" + std::string(wish) +
                            " is unknown or not supported by this CPU; its best is " +
                            isa_name(limit));
@@ -98,12 +109,17 @@ bool fast_bf16_dot_products() {
 
 bool int8_dot_products() {
 #if defined(__x86_64__)
-  static const bool found =
-      isa() >= Isa::kAvx512Bf16 ||
-      (isa() == Isa::kAvx512 && asked_for() == nullptr && __builtin_cpu_supports("avx512vnni"));
+  static const bool found = [] {
+    if (isa() >= Isa::kAvx512Bf16) return true;
+    if (asked_for() != nullptr && !asked_for_dot_products()) return false;
+    if (isa() == Isa::kAvx512) return __builtin_cpu_supports("avx512vnni") != 0;
+    constexpr unsigned kAvxVnni = 1u << 4;
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return isa() == Isa::kAvx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kAvxVnni) != 0;
+  }();
   return found;
 #else
-  return false;
+  return isa() == Isa::kNeonBf16;
 #endif
 }
 

@@ -47,8 +47,9 @@ const char* isa_name(Isa isa);
 // with them as in fp32. Also true where $BERT_UNPAD_ISA asks for avx512_bf16.
 bool fast_bf16_dot_products();
 
-// Whether there are instructions for dot products of 8-bit numbers (AVX512-VNNI), of which not all
-// CPUs with AVX-512 have some. $BERT_UNPAD_ISA=avx512 does without.
+// Whether there are instructions for dot products of 8-bit numbers: AVX512-VNNI or AVX-VNNI, which
+// not all CPUs with AVX-512 or AVX2 have, or Arm's i8mm. $BERT_UNPAD_ISA=avx2 or avx512 does
+// without, avx2+vnni and avx512+vnni with them where the CPU has them.
 bool int8_dot_products();
 
 // Whether this CPU has AVX-512 but is not Intel's: MKL then multiplies fp32 matrices by AVX2, at

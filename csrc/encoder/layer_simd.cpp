@@ -2,7 +2,7 @@
 //
 // Activations are unsigned with a zero point of each row, so that x w = s_x s_w (q_x q_w - z q_w):
 // what the zero point adds to a column's sum is known from the sum of its weights. Four products
-// are added up at a time, by one instruction where the CPU has it (AVX512-VNNI), else by two
+// are added up at a time, by one instruction where the CPU has it (VNNI, i8mm), else by two
 // products of 16 bits; both are exact.
 #include "encoder/layer.h"
 
@@ -31,6 +31,10 @@ BU_INLINE i32v dot4(i32v sum, i32v four, i32v weights) {
            products((i32v)((u32v)four >> 8) & 0x00ff00ff, odd);
   }
 #elif defined(__AVX2__)
+  if constexpr (kDotProducts) {
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(four), "xm"(weights));
+    return sum;
+  }
   const auto products = [](i32v a, i32v b) __attribute__((always_inline)) {
     return (i32v)_mm256_madd_epi16((__m256i)a, (__m256i)b);
   };
@@ -38,6 +42,8 @@ BU_INLINE i32v dot4(i32v sum, i32v four, i32v weights) {
   const i32v odd = (i32v)_mm256_srai_epi16((__m256i)weights, 8);
   return sum + products(four & 0x00ff00ff, even) +
          products((i32v)((u32v)four >> 8) & 0x00ff00ff, odd);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return (i32v)vusdotq_s32((int32x4_t)sum, (uint8x16_t)four, (int8x16_t)weights);
 #else
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {

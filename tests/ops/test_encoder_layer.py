@@ -21,6 +21,7 @@ from bert_unpad.ops.encoder_layer import (
     pack_weight,
 )
 from tests.support.op_checks import results_of_every_isa
+from tests.support.processes import run_with
 from tests.support.seeds import derived
 
 ACTIVATIONS = {
@@ -319,6 +320,32 @@ def test_every_instruction_set() -> None:
         bound = 2e-5 if index % 2 == 0 else 0.02
         for y in tensors[1:]:
             assert (y - tensors[0]).norm() <= bound * tensors[0].norm()
+
+
+def test_dot_products_of_8_bits_are_exact() -> None:
+    names = [isa for isa in ("avx2", "avx512") if isa in _C.built_isas().split(",")]
+    if _C.cpu_isa() in ("generic", "avx2"):
+        names = names[: names.index(_C.cpu_isa()) + 1] if _C.cpu_isa() in names else []
+    for isa in names:  # with the instruction, where this CPU has it, and without
+        plain, dots = run_with([{"BERT_UNPAD_ISA": isa + more} for more in ("", "+vnni")], compute)
+        for a, b in zip(plain, dots, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_fp32_weights_in_panels() -> None:
+    weight = torch.randn(96, 64)
+    panels = pack_weight(weight, torch.float32)
+    assert panels.shape[1] == 64
+    assert torch.equal(panels.transpose(1, 2).reshape(-1, 64)[:96], weight)
+
+
+@pytest.mark.skipif(not _C.cpu_isa().endswith(("bf16", "amx")), reason="it multiplies no bf16")
+def test_bf16_weights_in_panels() -> None:
+    weight = torch.randn(96, 64)
+    panels = pack_weight(weight, torch.bfloat16)
+    assert panels.shape == (6, 32, 32)
+    columns = panels.view(6, 32, 16, 2).permute(0, 2, 1, 3).reshape(96, 64)
+    assert torch.equal(columns, weight.bfloat16())
 
 
 def test_packed_weights() -> None:
