@@ -60,6 +60,23 @@ class Shape:
         return getattr(transformers, f"{self.family}Config")(**fields)
 
 
+def _esm2(layers: int, hidden: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 20,
+        "intermediate_size": 4 * hidden,
+        "vocab_size": 33,
+        "pad_token_id": 1,
+        "mask_token_id": 32,
+        "max_position_embeddings": 1026,
+        "position_embedding_type": "rotary",
+        "token_dropout": True,
+        "emb_layer_norm_before": False,
+        "layer_norm_eps": 1e-5,
+    }
+
+
 SHAPES = {
     "all-MiniLM-L6-v2": Shape(
         "Bert",
@@ -100,27 +117,8 @@ SHAPES = {
         32,
         ("bulk",),
     ),
-    "esm2_t12_35M": Shape(
-        "Esm",
-        "logits",
-        {
-            "hidden_size": 480,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 20,
-            "intermediate_size": 1920,
-            "vocab_size": 33,
-            "pad_token_id": 1,
-            "mask_token_id": 32,
-            "max_position_embeddings": 1026,
-            "position_embedding_type": "rotary",
-            "token_dropout": True,
-            "emb_layer_norm_before": False,
-            "layer_norm_eps": 1e-5,
-        },
-        1024,
-        32,
-        ("antibodies",),
-    ),
+    "esm2_t12_35M": Shape("Esm", "logits", _esm2(12, 480), 1024, 32, ("antibodies",)),
+    "esm2_t30_150M": Shape("Esm", "logits", _esm2(30, 640), 1024, 32, ("antibodies",)),
 }
 AMINO_ACIDS = (4, 24)  # ids of ESM-2's vocabulary, of which a protein is made
 ENDS = (0, 2)  # ids of <cls> and <eos>

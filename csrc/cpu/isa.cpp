@@ -28,12 +28,13 @@ constexpr Isa kBuilt[] = {Isa::kGeneric};
 #endif
 
 #if defined(__x86_64__)
-// Whether AMX multiplies bf16 here. Linux saves tile registers only for processes that ask for it.
+// Whether AMX multiplies bf16 and bytes here. Linux saves tile registers only for processes that
+// ask for it.
 bool use_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
-  if ((d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
+  if ((d & kAmxBf16) == 0 || (d & kAmxTile) == 0 || (d & kAmxInt8) == 0) return false;
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;

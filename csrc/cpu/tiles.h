@@ -1,8 +1,10 @@
-// The tile registers of AMX: 8 tiles of 16 rows of 64 bytes, and their product of bf16 pairs.
+// The tile registers of AMX: 8 tiles of 16 rows of 64 bytes, and their products of bf16 pairs, and
+// of 8-bit numbers.
 //
-// A tile of C holds 16 x 16 fp32 numbers, one of A 16 rows of 32 bf16, one of B 16 pairs of rows of
-// 16 columns, pairs side by side. BU_TILE_MODEL names a header with a software model of the same
-// functions, for CPUs without AMX; the assembler is used directly, so no compiler flag is needed.
+// A tile of C holds 16 x 16 numbers of 32 bits, one of A 16 rows of 32 bf16 or 64 unsigned bytes,
+// one of B 16 pairs or fours of rows of 16 columns, side by side, of bf16 or signed bytes.
+// BU_TILE_MODEL names a header with a software model of the same functions, for CPUs without AMX;
+// the assembler is used directly, so no compiler flag is needed.
 #pragma once
 
 #include "cpu/simd.h"
@@ -47,6 +49,12 @@ BU_INLINE void tile_store(void* p, int64_t stride) {
 template <int kC, int kA, int kB>
 BU_INLINE void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
+}
+
+// The same of bytes, with exact sums.
+template <int kC, int kA, int kB>
+BU_INLINE void tile_multiply_bytes() {
+  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
 }
 
 }  // namespace bert_unpad::BERT_UNPAD_ISA

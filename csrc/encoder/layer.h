@@ -38,9 +38,10 @@ struct Int8ProductParams {
   int64_t addend_stride;
   float* y;  // rows y_stride apart
   int64_t y_stride;
+  int32_t* sums;  // by tiles, scratch memory: the rows of a block to 16, times its columns
 };
 
-// The same of bf16 numbers: x [rows to 16, depth], rows after the last of any value; weights in
+// The same of bf16 numbers: x [rows + 16, depth], rows after the last of any value; weights in
 // panels of 16 columns (cpu/gemm_bf16.h). The depth and columns are multiples of 32.
 struct Bf16ProductParams {
   int64_t depth;
@@ -58,6 +59,10 @@ struct Bf16ProductKernels {
   void (*round)(const float* x, int64_t x_stride, int64_t rows, int64_t depth, bf16* out);
   void (*product)(const Bf16ProductParams&, int64_t row, int64_t rows, int64_t column,
                   int64_t columns);
+  // That of 8 bits by AMX's tiles, of depths that are multiples of 64; null on other CPUs. It reads
+  // rows to 16.
+  void (*int8_product)(const Int8ProductParams&, int64_t row, int64_t rows, int64_t column,
+                       int64_t columns);
 };
 BU_BF16_TABLE(Bf16ProductKernels, bf16_product_kernels)
 

@@ -118,8 +118,9 @@ void EncoderLayer::pack_all(int first, int last) {
 
 EncoderLayer::Block EncoderLayer::block_memory(int64_t rows) const {
   const int64_t widest = std::max({hidden_, attended(), intermediate_});
-  const int64_t bytes = any_int8_ ? multiple_of(64, rows * widest) : 0;
-  const int64_t narrow = any_bf16_ ? multiple_of(16, rows) * widest / 2 : 0;
+  // Products by tiles read 16 rows at a time, from any row on.
+  const int64_t bytes = any_int8_ ? multiple_of(64, (rows + 16) * widest) : 0;
+  const int64_t narrow = any_bf16_ ? (rows + 16) * widest / 2 : 0;
   float* memory =
       thread_scratch<1>(rows * (3 * hidden_ + intermediate_ + 2) + bytes / 4 + narrow + 64);
   const auto take = [&](int64_t floats) {

@@ -62,9 +62,14 @@ void compute(const Linear& linear, const Input& in, const Output& out, const Blo
     bf16_product_kernels()->product(p, b.row, b.rows, b.column, b.columns);
   } else if (!linear.weight) {
     static const bool dot_products = int8_dot_products();
-    const Int8ProductParams p{dot_products, linear.depth,   in.int8, linear.int8, linear.bias,
-                              out.addend,   linear.columns, out.y,   out.stride};
-    encoder_kernels().product(p, b.row, b.rows, b.column, b.columns);
+    Int8ProductParams p{dot_products, linear.depth,   in.int8, linear.int8, linear.bias,
+                        out.addend,   linear.columns, out.y,   out.stride,  nullptr};
+    const auto* bf16_kernels = bf16_product_kernels();
+    const bool by_tiles = bf16_kernels && bf16_kernels->int8_product && linear.depth % 64 == 0;
+    if (by_tiles)
+      p.sums = reinterpret_cast<int32_t*>(thread_scratch<3>(multiple_of(16, b.rows) * b.columns));
+    (by_tiles ? bf16_kernels->int8_product : encoder_kernels().product)(p, b.row, b.rows, b.column,
+                                                                        b.columns);
   } else if (linear.panels) {
     product_kernels().block(product_params(linear, in, out), b.row, b.rows, b.column, b.columns);
   } else {  // all rows

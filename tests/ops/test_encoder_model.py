@@ -172,7 +172,7 @@ def test_bad_input() -> None:
     fails("ids must be contiguous", ids=ids.repeat(1, 2)[:, ::2])
     fails(r"ids: 50 is not in \[0, 50\)", ids=ids.masked_fill(mask, ENTRIES))
     fails(r"ids: -1 is not in \[0, 50\)", ids=ids.masked_fill(mask, -1))
-    fails(r"token_types: 2 is not in \[0, 2\)", types=types + 2)
+    fails(r"token_types: 2 is not in \[0, 2\)", types=torch.full_like(types, 2))
     fails("token_types must have shape", types=types[:1])
     fails(r"positions: 40 is not in \[0, 40\)", parts=parts._replace(first_position=40))
     fails("mask must have shape", mask=mask[:, :1])

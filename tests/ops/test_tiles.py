@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bert_unpad import _C, ops
+from bert_unpad.ops.encoder_layer import pack_weight
 from gpu_model import build
 from tests.support.paths import ROOT
 from tests.support.seeds import derived
@@ -136,3 +137,66 @@ def test_weight_gradient(model, tokens: int, accumulate: bool) -> None:
     want = dy.double().T @ x.double() + (before.double() if accumulate else 0)
     torch.testing.assert_close(dweight.double(), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dbias.double(), dy.double().sum(0), rtol=1e-5, atol=1e-5)
+
+
+@needs_amx
+def test_the_model_of_bytes_is_that_of_the_hardware(model, instructions) -> None:
+    a, b = torch.randint(256, (16, 64)).byte(), torch.randint(256, (16, 64)).byte()
+    results = []
+    for library in (model, instructions):
+        c = torch.arange(256, dtype=torch.int32)
+        library.tile_product_bytes(pointer(a), pointer(b), pointer(c))
+        results.append(c)
+    assert torch.equal(*results)
+
+
+BLOCKS = [(0, 50, 0, 64), (0, 16, 64, 32), (7, 33, 32, 32), (49, 1, 0, 64), (18, 17, 64, 16)]
+"""First row and rows, first column and columns of a product [50, 96]."""
+
+
+def sizes(depth: int, block: tuple[int, ...]) -> tuple[ctypes.c_int64, ...]:
+    return tuple(map(ctypes.c_int64, (depth, 96, *block)))
+
+
+def parts(block: tuple[int, ...], want: Tensor) -> tuple[Tensor, Tensor]:
+    """A result with a sentinel outside of the block, and what is expected there."""
+    row, rows, column, columns = block
+    expected = torch.full((50, 96), 7.0)
+    area = slice(row, row + rows), slice(column, column + columns)
+    expected[area] = want[area].float()
+    return torch.full((50, 96), 7.0), expected
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("depth", [32, 96])
+def test_product_of_bf16(model, depth: int, block: tuple[int, ...]) -> None:
+    x, weight, bias, addend = bf16(66, depth), torch.randn(96, depth), *map(torch.randn, (96, 96))
+    addend = addend.expand(50, 96).contiguous()
+    panels = weight.bfloat16().view(6, 16, depth // 2, 2).transpose(1, 2).contiguous()
+    want = x[:50].double() @ weight.bfloat16().double().T + bias + addend
+    y, expected = parts(block, want)
+    sums = torch.empty(66 * 96)
+    model.bf16_product(*map(pointer, (x, panels, bias, addend, y, sums)), *sizes(depth, block))
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("depth", [64, 192])
+def test_product_of_8_bits(model, depth: int, block: tuple[int, ...]) -> None:
+    packed = pack_weight(torch.randn(96, depth), torch.int8)
+    panels = packed[: 128 * depth].view(torch.int8)
+    scales, sums = packed[128 * depth :].view(torch.float32).split(128)
+    sums = sums.view(torch.int32)
+    x, zeros = torch.randint(256, (66, depth)).byte(), torch.randint(256, (50,)).int()
+    row_scales, bias = torch.rand(50), torch.randn(96)
+    addend = torch.randn(50, 96)
+    whole = panels.view(2, depth // 4, 64, 4).permute(0, 2, 1, 3).reshape(128, depth)[:96]
+    want = (x[:50].double() - zeros[:, None]) @ whole.double().T
+    want = want * scales[:96].double() * row_scales[:, None].double() + bias + addend
+    y, expected = parts(block, want)
+    scratch = torch.empty(66 * 96, dtype=torch.int32)
+    model.int8_product(
+        *map(pointer, (x, row_scales, zeros, panels, scales, sums, bias, addend, y, scratch)),
+        *sizes(depth, block),
+    )
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-4)

@@ -4,6 +4,7 @@
 #include <initializer_list>
 
 #include "attention/attention_bf16.cpp"
+#include "encoder/product_bf16.cpp"
 #include "linear/wgrad_bf16.cpp"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -19,6 +20,40 @@ EXPORT void tile_product(const void* a, const void* b, float* c) {
   amx::tile_load<2>(b, 64);
   amx::tile_multiply<0, 1, 2>();
   amx::tile_store<0>(c, 64);
+}
+
+// c [16, 16] += a [16, 64] b, b in fours of rows.
+EXPORT void tile_product_bytes(const void* a, const void* b, int32_t* c) {
+  const amx::TileRegisters tiles;
+  amx::tile_load<0>(c, 64);
+  amx::tile_load<1>(a, 64);
+  amx::tile_load<2>(b, 64);
+  amx::tile_multiply_bytes<0, 1, 2>();
+  amx::tile_store<0>(c, 64);
+}
+
+// y [rows, columns] = x weight^T + bias + addend, a block of it. x [rows + 16, depth].
+EXPORT void bf16_product(const bf16* x, const bf16* panels, const float* bias, const float* addend,
+                         float* y, float* sums, int64_t depth, int64_t width, int64_t row,
+                         int64_t rows, int64_t column, int64_t columns) {
+  const bert_unpad::Bf16ProductParams p{depth, x, panels, bias, addend, width, y, width, sums};
+  amx::bf16_product_kernels.product(p, row, rows, column, columns);
+}
+EXPORT void int8_product(uint8_t* x, float* scales, int32_t* zeros, const int8_t* panels,
+                         const float* weight_scales, const int32_t* weight_sums, const float* bias,
+                         const float* addend, float* y, int32_t* sums, int64_t depth, int64_t width,
+                         int64_t row, int64_t rows, int64_t column, int64_t columns) {
+  const bert_unpad::Int8ProductParams p{true,
+                                        depth,
+                                        {x, scales, zeros},
+                                        {panels, weight_scales, weight_sums},
+                                        bias,
+                                        addend,
+                                        width,
+                                        y,
+                                        width,
+                                        sums};
+  amx::bf16_product_kernels.int8_product(p, row, rows, column, columns);
 }
 
 // One sequence with qkv, dqkv [tokens, 3, heads, head_dim], out, dout [tokens, heads, head_dim].

@@ -56,4 +56,16 @@ void tile_multiply() {
     }
 }
 
+template <int kC, int kA, int kB>
+void tile_multiply_bytes() {
+  for (int m = 0; m < 16; ++m)
+    for (int n = 0; n < 16; ++n) {
+      int32_t c;
+      std::memcpy(&c, tile_rows[kC][m] + 4 * n, 4);
+      for (int k = 0; k < 64; ++k)
+        c += tile_rows[kA][m][k] * static_cast<int8_t>(tile_rows[kB][k / 4][4 * n + k % 4]);
+      std::memcpy(tile_rows[kC][m] + 4 * n, &c, 4);
+    }
+}
+
 }  // namespace bert_unpad::BERT_UNPAD_ISA
