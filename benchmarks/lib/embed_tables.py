@@ -70,16 +70,11 @@ def _figures(name: str, found: Result) -> Iterator[str]:
     ):
         if not any(ours in _rows(cell) for cell in cells):
             continue
-        rounded = ours.endswith(EIGHT_BITS)
-        yield (
-            f"The same of {what}"
-            + rounded
-            * (
-                ", beside what else rounds, and the least cosine of a text's vector to stock PyTorch's "
-                "(of random weights)"
-            )
-            + "."
+        beside = (
+            ", beside what else rounds, and the least cosine of a text's vector to stock PyTorch's "
+            "(of random weights)"
         )
+        yield f"The same of {what}{beside if ours.endswith(EIGHT_BITS) else ''}."
         yield _ratios(cells, ours)
     yield from _goals(cells)
     yield "\n".join(f"- {line}" for line in _fastest(cells))
