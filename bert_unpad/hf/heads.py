@@ -92,19 +92,17 @@ class PackedMlm(StockModule):
             return super().forward(**call)
         packing = packing_or_reason(unwrap(base), call)
         if isinstance(packing, str):
-            warn_stock(type(self).__name__, packing)
-            return _run_stock(self, super().forward, call)
+            return _run_stock(self, packing, super().forward, call)
         labels, next_label = call.pop("labels", None), call.pop("next_sentence_label", None)
         found = None
         # BertForPreTraining computes its loss only when both labels are given.
         if labels is not None and (next_label is not None or not head.pretraining):
             found = packing.labelled(labels)
             if found is None:
-                warn_stock(type(self).__name__, "labels other than -100 lie at padded positions")
                 call["labels"] = labels
                 if head.pretraining:
                     call["next_sentence_label"] = next_label
-                return _run_stock(self, super().forward, call)
+                return _run_stock(self, _PADDED_LABELS, super().forward, call)
         return_dict = wants_dict(self, call)
         how = getattr(self, "_bert_unpad_logits", "lazy")
         # FSDP reads all outputs when forward ends; FSDP1 then has no whole weights any more.
@@ -166,7 +164,19 @@ class PackedMlm(StockModule):
         return ", ".join(filter(None, (super().extra_repr(), "bert_unpad")))
 
 
-def _run_stock(head: StockModule, forward: Callable, call: dict[str, Any]) -> Any:
+_PADDED_LABELS = "labels other than -100 lie at padded positions"
+
+
+def _run_stock(head: Any, reason: str, forward: Callable, call: dict[str, Any]) -> Any:
+    """Runs the stock forward of a head, because of `reason`.
+
+    Raises:
+        ValueError: its base model is frozen.
+    """
+    name = type(head).__name__
+    if unwrap(head.base_model)._bert_unpad_frozen:
+        raise ValueError(f"{name}: frozen, and cannot compute a call where {reason}")
+    warn_stock(name, reason)
     if head._bert_unpad_passes_on:
         return forward(**call, packing=STOCK)
     with stock_modules():
@@ -193,8 +203,7 @@ class PackedLabels(StockModule):
         base = unwrap(self.base_model)
         swapped = isinstance(base, (PackedModel, PackedCall))
         if swapped and (reason := self._bert_unpad_loss_reason(call)):
-            warn_stock(type(self).__name__, reason)
-            return _run_stock(self, super().forward, call)
+            return _run_stock(self, reason, super().forward, call)
         return super().forward(**call)
 
     def _bert_unpad_loss_reason(self, call: dict[str, Any]) -> str | None:
@@ -214,7 +223,7 @@ class PackedTokenLabels(PackedLabels):
             and not recording_reason()
             and bool(((labels != IGNORE) & (mask == 0)).any())
         ):
-            return "labels other than -100 lie at padded positions"
+            return _PADDED_LABELS
         return None
 
 

@@ -2,8 +2,8 @@
 
 Without gradients, in float32 on a CPU, layers whose modules are plain are computed by
 `encoder_layers`, all of a stack at once where none is wrapped or has a hook; or each by two
-operators around attention that counts distances. Weights are taken as they are, or rounded to 8
-bits where `unpad` was asked for that. All other layers and calls are computed module by module.
+operators around attention that counts distances. Weights are taken as they are, or rounded where
+`unpad` was asked for that. All other layers and calls are computed module by module.
 """
 
 from collections.abc import Iterable, MutableMapping
@@ -19,7 +19,7 @@ from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf import plain_modules
 from bert_unpad.hf.layer_parts import LayerAdapter, LayerParts
 from bert_unpad.hf.packing import Packing
-from bert_unpad.hf.relative import Distances
+from bert_unpad.hf.relative import Bias
 from bert_unpad.hf.snapshot import Snapshot
 from bert_unpad.ops.encoder_layer import (
     FEATURES,
@@ -133,8 +133,8 @@ def infer(
         return None
     shape, rows_of_x = plan.shape, x[0].contiguous()
     if adapter.distances is not None:
-        given = (parts.attention, rows_of_x, parameters, shape, packing, shared)
-        return compute_around(adapter.distances, *given)[None]
+        bias = adapter.distances.bias(parts.attention, shared)
+        return compute_around(bias, rows_of_x, parameters, shape, packing)[None]
     return compute_layers(rows_of_x, packing, parameters, (shape,))
 
 
@@ -184,7 +184,7 @@ def infer_layers(
     if adapter.distances is not None or adapter.rotary is not None:
         return None
     plan = _stacks.get(stack)
-    if plan is None or not plan.snapshot.holds(stack.layer):
+    if plan is None or not plan.snapshot.holds((stack.layer,)):
         plan = _stacks[stack] = _plan(stack.layer, adapter, x)
     if plan.layers is None:
         return None
@@ -202,7 +202,7 @@ def infer_layers(
 
 
 def _plan(layers: nn.ModuleList, adapter: LayerAdapter, x: Tensor) -> _StackPlan:
-    snapshot = Snapshot(layers, adapter.attributes)
+    snapshot = Snapshot((layers,), adapter.attributes)
     try:
         return _StackPlan(snapshot, plan_layers(layers, adapter, x))
     except NotPlainError:
@@ -237,13 +237,7 @@ def _rotary(layer: nn.Module, adapter: LayerAdapter) -> tuple[float, float]:
 
 
 def compute_around(
-    distances: Distances,
-    attention: nn.Module,
-    x: Tensor,
-    parameters: list[Tensor],
-    shape: LayerShape,
-    packing: Packing,
-    shared: Any,
+    bias: Bias, x: Tensor, parameters: list[Tensor], shape: LayerShape, packing: Packing
 ) -> Tensor:
     """A layer of x [T, hidden] as two operators around attention that counts distances."""
     heads = shape.heads
@@ -251,12 +245,11 @@ def compute_around(
     q, kv = qkv[:, :heads], qkv[:, heads:].unflatten(1, (2, -1))
     if packing.last is not None:
         q, x = (gather_rows(t, packing.last.positions) for t in (q, x))
-    scale = distances.scale(attention)
-    bias = None if shared is None else distances.bias(attention, shared, q, kv[:, 0])
+    added = bias.of(q, kv[:, 0])
     if packing.last is None:
-        attended = packing.attend(qkv, heads, 0.0, scale, bias)
+        attended = packing.attend(qkv, heads, 0.0, bias.scale, added)
     else:
-        attended = packing.attend_last(q, kv, 0.0, scale, bias)
+        attended = packing.attend_last(q, kv, 0.0, bias.scale, added)
     return encoder_finish(x, attended, parameters, shape)
 
 
@@ -342,9 +335,10 @@ def _are(module: nn.Module, tensors: tuple[Tensor, Tensor | None]) -> bool:
     return all(module._parameters.get(n) is t for n, t in zip(_NAMES, tensors, strict=True))
 
 
-def forget(layer: nn.Module) -> None:
-    """Drops what is kept of a layer: its weights are rounded again when they are needed."""
-    _rounded.pop(layer, None)
+def forget(module: nn.Module) -> None:
+    """Drops what is kept of a layer or stack: weights are rounded again when they are needed."""
+    _rounded.pop(module, None)
+    _stacks.pop(module, None)
 
 
 def _round(layer: nn.Module, name: str, given: Tensor, dtype: torch.dtype) -> Tensor:

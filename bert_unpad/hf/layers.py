@@ -71,19 +71,14 @@ def _attend(
     attention, width = parts.attention, adapter.head_dim(layer)
     rate = parts.rate.p if isinstance(parts.rate, nn.Module) else parts.rate
     p = rate if attention.training else 0.0
-    distances = adapter.distances
-    scale = None if distances is None else distances.scale(attention)
-
-    def bias(q: Tensor, k: Tensor) -> ops.PositionBias | None:
-        if distances is None or shared is None:
-            return None
-        return distances.bias(attention, shared, q, k)
-
+    bias = None if adapter.distances is None else adapter.distances.bias(attention, shared)
+    scale = None if bias is None else bias.scale
     if rows is not None:
         q = plain_modules.dense(parts.query, rows).unflatten(1, (-1, width))
         kv = plain_modules.project_side_by_side((parts.key, parts.value), x)
         kv = kv.unflatten(1, (2, -1, width))
-        return packing.attend_last(q, kv, p, scale, bias(q, kv[:, 0]))
+        added = None if bias is None else bias.of(q, kv[:, 0])
+        return packing.attend_last(q, kv, p, scale, added)
     qkv = plain_modules.project_side_by_side((parts.query, parts.key, parts.value), x)
     qkv = qkv.unflatten(1, (-1, width))
     groups = getattr(attention, "num_key_value_groups", 1)
@@ -97,7 +92,7 @@ def _attend(
             theta=turn.theta,
             position_scale=turn.scale,
         )
-    added = bias(qkv[:, :heads], qkv[:, heads:rotated])
+    added = None if bias is None else bias.of(qkv[:, :heads], qkv[:, heads:rotated])
     return packing.attend(qkv, heads, p, scale, added, adapter.window(attention))
 
 

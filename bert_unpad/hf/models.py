@@ -193,7 +193,6 @@ class Packable(Protocol):
 
     config: Any
     _bert_unpad_frozen: bool
-    """Whether `freeze` has put its layers into one module."""
     _bert_unpad_padded: tuple[str, ...]
     """Outputs that only the stock modules can give."""
 
@@ -310,26 +309,33 @@ def _given_packing(model: Packable, call: dict[str, Any], source: Tensor) -> Pac
 
 
 def whole_output(model: Any, call: dict[str, Any], first_only: bool = False) -> Any:
-    """A call of a frozen model by one operator, or None; see `frozen.WholeModel`."""
+    """A call of a frozen model by one operator, or None; see `WholeModel`."""
     whole = vars(model).get("_bert_unpad_whole")
     return None if whole is None else whole(model, call, first_only)
 
 
-def refuse_cast(model: Any, change: Callable[[Tensor], Tensor]) -> None:
-    """Checks what `_apply` is about to do with the tensors of a base model.
+class Freezable(StockModule):
+    """Mixin of what `freeze` changes in the class of a stock base model."""
 
-    Raises:
-        ValueError: it is frozen, and they would get another dtype or device.
-    """
-    found = change(torch.empty(0)) if model._bert_unpad_frozen else None
-    if found is not None and (found.dtype != torch.float32 or not found.is_cpu):
-        raise ValueError(
-            f"{type(model).__name__}: frozen, and stays in float32 on a CPU, got {found.dtype} on "
-            f"{found.device}"
-        )
+    _bert_unpad_frozen: bool = False
+    """Whether its layers are one module without parameters."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args, **kwargs):
+        found = fn(torch.empty(0)) if self._bert_unpad_frozen else None
+        if found is not None and (found.dtype != torch.float32 or not found.is_cpu):
+            raise ValueError(
+                f"{type(self).__name__}: frozen, and stays in float32 on a CPU, got {found.dtype} "
+                f"on {found.device}"
+            )
+        return super()._apply(fn, *args, **kwargs)
+
+    def _load_from_state_dict(self, *args) -> None:
+        if self._bert_unpad_frozen:
+            raise ValueError(f"{type(self).__name__}: frozen; expected to be loaded before")
+        super()._load_from_state_dict(*args)
 
 
-class PackedModel(StockModule):
+class PackedModel(Freezable):
     """Mixin for the class of a stock base model; it comes first in the bases."""
 
     _bert_unpad_adapter: ModelAdapter
@@ -337,7 +343,6 @@ class PackedModel(StockModule):
     """The argument of the embeddings that takes embedded tokens."""
     _bert_unpad_arguments: tuple[str, ...]
     _bert_unpad_layer: LayerAdapter
-    _bert_unpad_frozen: bool = False
     _bert_unpad_padded: tuple[str, ...] = ("output_attentions", "output_hidden_states")
 
     def forward(
@@ -397,10 +402,6 @@ class PackedModel(StockModule):
             return None
         adapter, layer = self._bert_unpad_adapter, self._bert_unpad_layer
         return _strange_part(self) or static_reason(self, adapter, layer)
-
-    def _apply(self, fn, *args, **kwargs):
-        refuse_cast(self, fn)
-        return super()._apply(fn, *args, **kwargs)
 
     def _bert_unpad_layout(self) -> tuple[bool, bool]:
         return first_is_read(self), self._bert_unpad_layer.distances is not None

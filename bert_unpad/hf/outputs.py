@@ -114,6 +114,9 @@ class _LazyFields(ModelOutput):
             key = list(self.keys())[key]
         return _computed(super().__getitem__(key))
 
+    def get(self, key: Any, default: Any = None) -> Any:
+        return _computed(super().get(key, default))
+
     def items(self):
         return [(name, _walked(value)) for name, value in super().items()]
 

@@ -6,8 +6,8 @@ for each distance and head (T5's), DeBERTa-v2 and v3 scores of contents and dist
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,17 @@ from torch import Tensor, nn
 from bert_unpad import ops
 from bert_unpad.hf.plain_modules import dense, untouched
 from bert_unpad.nn.relative import disentangled_bias
+
+
+class Bias(Protocol):
+    """What a layer's attention makes of distances, but for its queries and keys."""
+
+    @property
+    def scale(self) -> float | None:
+        """The factor of scores; None: 1 / sqrt(head_dim)."""
+
+    def of(self, q: Tensor, k: Tensor) -> ops.PositionBias | None:
+        """What is added to the scores of q [Q, heads, head_dim] and k [K, heads, head_dim]."""
 
 
 class Distances(Protocol):
@@ -27,11 +38,31 @@ class Distances(Protocol):
     def shared(self, stack: Any, x: Tensor) -> Any:
         """What the layers of a stack share, for hidden states x; None if distances do not count."""
 
-    def scale(self, attention: Any) -> float | None:
-        """The factor of a layer's scores; None: 1 / sqrt(head_dim)."""
+    def bias(self, attention: Any, shared: Any) -> Bias:
+        """What a layer makes of what its stack shares."""
 
-    def bias(self, attention: Any, shared: Any, q: Tensor, k: Tensor) -> ops.PositionBias | None:
-        """What a layer adds to the scores of q [Q, heads, head_dim] and k [K, heads, head_dim]."""
+
+class _Table(NamedTuple):
+    """A number for each bucket and head."""
+
+    found: ops.PositionBias
+    scale: None = None
+
+    def of(self, q: Tensor, k: Tensor) -> ops.PositionBias:
+        return self.found
+
+
+class _Disentangled(NamedTuple):
+    """Embeddings of distances, projected as keys ("c2p"), as queries ("p2c"), or both."""
+
+    buckets: Tensor | None
+    projected: Mapping[str, Tensor]
+    scale: float
+
+    def of(self, q: Tensor, k: Tensor) -> ops.PositionBias | None:
+        if self.buckets is None or not self.projected:
+            return None
+        return disentangled_bias(self.buckets, q, k, self.projected, self.scale)
 
 
 class T5Distances:
@@ -49,11 +80,8 @@ class T5Distances:
             _buckets(ops.t5_buckets, 32, 128, x.device), table=stack.relative_attention_bias.weight
         )
 
-    def scale(self, attention: Any) -> None:
-        return None
-
-    def bias(self, attention, shared, q, k) -> ops.PositionBias:
-        return shared
+    def bias(self, attention: Any, shared: Any) -> _Table:
+        return _Table(shared)
 
 
 class DisentangledDistances:
@@ -71,22 +99,20 @@ class DisentangledDistances:
         buckets = _buckets(ops.deberta_buckets, stack.max_relative_positions, span, x.device)
         return stack.get_rel_embedding().to(x.dtype), buckets
 
-    def scale(self, attention: Any) -> float:
-        terms = sum(term in attention.pos_att_type for term in ("c2p", "p2c"))
-        return 1 / math.sqrt(attention.attention_head_size * (1 + terms))
-
-    def bias(self, attention, shared, q, k) -> ops.PositionBias | None:
+    def bias(self, attention: Any, shared: Any) -> _Disentangled:
+        terms = {"c2p": "key", "p2c": "query"}
+        terms = {term: terms[term] for term in terms if term in attention.pos_att_type}
+        scale = 1 / math.sqrt(attention.attention_head_size * (1 + len(terms)))
+        if shared is None:
+            return _Disentangled(None, {}, scale)
         embeddings, buckets = shared
         embeddings = attention.pos_dropout(embeddings)
         own = "" if attention.share_att_key else "pos_"
         projected = {
             term: dense(getattr(attention, f"{own}{name}_proj"), embeddings)
-            for term, name in (("c2p", "key"), ("p2c", "query"))
-            if term in attention.pos_att_type
+            for term, name in terms.items()
         }
-        if not projected:
-            return None
-        return disentangled_bias(buckets, q, k, projected, self.scale(attention))
+        return _Disentangled(buckets, projected, scale)
 
 
 def _buckets(make: Callable, first: int, second: int, device: torch.device) -> Tensor:

@@ -24,10 +24,10 @@ from bert_unpad.hf.layer_parts import LayerAdapter
 from bert_unpad.hf.layers import StockModule, compute
 from bert_unpad.hf.models import (
     STOCK,
+    Freezable,
     bind,
     kind_reason,
     packing_or_reason,
-    refuse_cast,
     token_positions,
     wants_dict,
     whole_output,
@@ -131,7 +131,7 @@ def _has_windows(config: Any) -> bool:
     )
 
 
-class PackedCall(StockModule):
+class PackedCall(Freezable):
     """Mixin for the class of a stock base model; it comes first in the bases."""
 
     _bert_unpad_family: StockFamily
@@ -140,7 +140,6 @@ class PackedCall(StockModule):
     """The attention of calls that cannot be packed: the model's own."""
     _bert_unpad_exact_angles: bool
     """Whether operators may rotate instead of the stock layers; see `angles_are_exact`."""
-    _bert_unpad_frozen: bool = False
     _bert_unpad_padded: tuple[str, ...] = ("output_attentions",)
 
     def forward(self, *args, packing: str | None = None, **kwargs):
@@ -212,7 +211,6 @@ class PackedCall(StockModule):
         return None
 
     def _apply(self, fn, *args, **kwargs):
-        refuse_cast(self, fn)
         super()._apply(fn, *args, **kwargs)
         self._bert_unpad_exact_angles = angles_are_exact(self)
         return self

@@ -1,5 +1,7 @@
 """What attention adds to its scores by the distance of two tokens: T5's and DeBERTa's ways."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -95,7 +97,7 @@ class DisentangledBias(nn.Module):
 
 
 def disentangled_bias(
-    buckets: Tensor, q: Tensor, k: Tensor, projected: dict[str, Tensor], scale: float
+    buckets: Tensor, q: Tensor, k: Tensor, projected: Mapping[str, Tensor], scale: float
 ) -> ops.PositionBias:
     """DeBERTa's scores of contents and distances (arXiv:2006.03654).
 

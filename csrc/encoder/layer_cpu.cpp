@@ -62,7 +62,7 @@ EncoderLayer::EncoderLayer(const char* name, const Tensor& x, const Tensor* para
     if (i == kGate && (gated_ = weight.numel() > 0, !gated_)) continue;
     linears_[i] = linear_of(weight, sizes[i][0], sizes[i][1], op, kNames[2 * i]);
     linears_[i].bias = vector(parameters[2 * i + 1], sizes[i][1], kNames[2 * i + 1]);
-    (linears_[i].weight ? any_fp32_ : linears_[i].narrow ? any_bf16_ : any_int8_) = true;
+    (linears_[i].weight ? any_fp32_ : linears_[i].bf16_panels ? any_bf16_ : any_int8_) = true;
     packs_ = packs_ || is_unpacked(linears_[i]);
   }
   for (int i = 0; i < kNorms; ++i) {
@@ -72,8 +72,9 @@ EncoderLayer::EncoderLayer(const char* name, const Tensor& x, const Tensor* para
     norms_[i].weight = vector(parameters[at], hidden_, kNames[at]);
     norms_[i].bias = vector(parameters[at + 1], hidden_, kNames[at + 1]);
   }
-  check(!gated_ || (!linears_[kIn].weight == !linears_[kGate].weight &&
-                    !linears_[kIn].narrow == !linears_[kGate].narrow),
+  const Linear &in = linears_[kIn], &gate = linears_[kGate];
+  check(!gated_ || (!in.weight == !gate.weight && !in.panels == !gate.panels &&
+                    !in.bf16_panels == !gate.bf16_panels),
         op, ": parameters: ffn_in and ffn_gate must both be packed in the same dtype, or neither");
   check(norms_[kMiddleNorm].weight && (before_ || norms_[kLastNorm].weight), op,
         ": parameters: a norm is missing");
@@ -120,9 +121,9 @@ EncoderLayer::Block EncoderLayer::block_memory(int64_t rows) const {
   const int64_t widest = std::max({hidden_, attended(), intermediate_});
   // Products by tiles read 16 rows at a time, from any row on.
   const int64_t bytes = any_int8_ ? multiple_of(64, (rows + 16) * widest) : 0;
-  const int64_t narrow = any_bf16_ ? (rows + 16) * widest / 2 : 0;
+  const int64_t bf16_rows = any_bf16_ ? (rows + 16) * widest / 2 : 0;
   float* memory =
-      thread_scratch<1>(rows * (3 * hidden_ + intermediate_ + 2) + bytes / 4 + narrow + 64);
+      thread_scratch<1>(rows * (3 * hidden_ + intermediate_ + 2) + bytes / 4 + bf16_rows + 64);
   const auto take = [&](int64_t floats) {
     float* out = memory;
     memory += floats;
@@ -136,7 +137,7 @@ EncoderLayer::Block EncoderLayer::block_memory(int64_t rows) const {
   block.int8.scales = take(rows);
   block.int8.zeros = reinterpret_cast<int32_t*>(take(rows));
   block.int8.data = any_int8_ ? reinterpret_cast<uint8_t*>(take(bytes / 4)) : nullptr;
-  block.narrow = any_bf16_ ? reinterpret_cast<bf16*>(take(narrow)) : nullptr;
+  block.bf16_rows = any_bf16_ ? reinterpret_cast<bf16*>(take(bf16_rows)) : nullptr;
   return block;
 }
 
@@ -185,10 +186,10 @@ void EncoderLayer::set_rotary(RotaryCpuParams& p, const Tensor& positions, float
 Tensor EncoderLayer::attend(const Projected& projected, const int32_t* cu_q, const int32_t* cu_k,
                             int64_t sequences) const {
   // Where all products are of rounded numbers, attention takes bf16 too, if it is faster here.
-  const bool narrow = !any_fp32_ && (isa() == Isa::kAmx || fast_bf16_dot_products());
-  const AttentionKernels& kernels = narrow ? *attention_bf16_kernels() : attention_kernels();
+  const bool in_bf16 = !any_fp32_ && (isa() == Isa::kAmx || fast_bf16_dot_products());
+  const AttentionKernels& kernels = in_bf16 ? *attention_bf16_kernels() : attention_kernels();
   const auto in_dtype = [&](const Tensor& t) {
-    return narrow ? torch::stable::to(t, ScalarType::BFloat16) : t;
+    return in_bf16 ? torch::stable::to(t, ScalarType::BFloat16) : t;
   };
   const Tensor kv = in_dtype(projected.kv);
   const Tensor q = projected.q.size(0) > 0 ? in_dtype(projected.q) : kv;
@@ -196,7 +197,7 @@ Tensor EncoderLayer::attend(const Projected& projected, const int32_t* cu_q, con
   Tensor out = allocate(q, {queries, attended()});
   Tensor lse = allocate(q, {heads_, queries}, ScalarType::Float);
   AttentionCpuParams p{};
-  p.dtype = narrow ? DType::kBFloat16 : DType::kFloat32;
+  p.dtype = in_bf16 ? DType::kBFloat16 : DType::kFloat32;
   p.heads = static_cast<int>(heads_);
   p.kv_heads = static_cast<int>(kv_heads_);
   p.head_dim = static_cast<int>(head_dim_);
@@ -218,7 +219,7 @@ Tensor EncoderLayer::attend(const Projected& projected, const int32_t* cu_q, con
   for_tasks(on_all, static_cast<int64_t>(tasks.size()), [&](int64_t i) {
     kernels.forward(p, tasks[i], thread_scratch(kernels.scratch(p, tasks[i], false)));
   });
-  return narrow ? torch::stable::to(out, ScalarType::Float) : out;
+  return in_bf16 ? torch::stable::to(out, ScalarType::Float) : out;
 }
 
 EncoderLayer::Projected EncoderLayer::project(const Tensor& x, const Tensor* positions,

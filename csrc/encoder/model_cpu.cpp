@@ -245,17 +245,17 @@ Tensor encoder_model(Tensor ids, std::optional<Tensor> mask, std::optional<Tenso
   const int64_t rows = ids.size(0);
   const Sequences sequences{tokens.cu_seqlens.data(), rows, &positions};
   // The last layer computes first tokens alone, if nothing there depends on positions.
-  const bool narrow = result == kFirst && layers > 0 &&
-                      !has_window(&shape[(layers - 1) * EncoderLayer::kShapes]) &&
-                      !has_rotary(&numbers[(layers - 1) * EncoderLayer::kNumbers]);
+  const bool first_only = result == kFirst && layers > 0 &&
+                          !has_window(&shape[(layers - 1) * EncoderLayer::kShapes]) &&
+                          !has_rotary(&numbers[(layers - 1) * EncoderLayer::kNumbers]);
   Tensor firsts = allocate(ids, {rows}, ScalarType::Long);
   std::vector<int32_t> one_each(rows + 1);
   for (int64_t i = 0; i <= rows; ++i) one_each[i] = static_cast<int32_t>(i);
   for (int64_t i = 0; i < rows; ++i) firsts.mutable_data_ptr<int64_t>()[i] = tokens.cu_seqlens[i];
   x = run_layers(kOp, x, lists, sequences,
-                 narrow ? OutputRows{&firsts, one_each.data()}
-                        : OutputRows{nullptr, tokens.cu_seqlens.data()});
-  if (result == kFirst && !narrow) {
+                 first_only ? OutputRows{&firsts, one_each.data()}
+                            : OutputRows{nullptr, tokens.cu_seqlens.data()});
+  if (result == kFirst && !first_only) {
     Tensor chosen = allocate(x, {rows, x.size(1)});
     for (int64_t i = 0; i < rows; ++i)
       std::memcpy(chosen.mutable_data_ptr<float>() + i * x.size(1),

@@ -97,13 +97,13 @@ class EncoderLayer {
   struct Block {
     float *normed, *middle, *sum, *hidden;
     Int8Rows int8;
-    bf16* narrow;
+    bf16* bf16_rows;
   };
   Block block_memory(int64_t rows) const;
 
   // The rows, rounded too if a linear layer needs that.
   Input input(bool on_all, const float* x, int64_t depth, int64_t rows, const Block& memory) const {
-    const Input in{x, depth, rows, memory.int8, memory.narrow};
+    const Input in{x, depth, rows, memory.int8, memory.bf16_rows};
     round_rows(on_all, in, depth);
     return in;
   }

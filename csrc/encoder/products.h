@@ -1,4 +1,4 @@
-// Linear layers of an encoder on a CPU, in fp32 or 8 bits: weights, inputs, and the product.
+// Linear layers of an encoder on a CPU, in fp32, bf16 or 8 bits: weights, inputs, and the product.
 #pragma once
 
 #include <algorithm>
@@ -52,23 +52,22 @@ struct RowBlocks {
 // y = x weight^T + bias.
 struct Linear {
   int64_t depth, columns;
-  const float* weight;  // [columns, depth], or packed; null: rounded
-  const bf16* narrow;   // in panels of 16 columns; null: not in bf16
+  const float* weight;      // [columns, depth], or packed; null: rounded
+  const bf16* bf16_panels;  // of 16 columns; null: not in bf16
   Int8Weights int8;
   const float* bias;
   const float* panels;  // the fp32 weight from column `first` on, packed; null: not packed
   int64_t first;
 };
 
-inline bool is_int8(const Linear& linear) { return !linear.weight && !linear.narrow; }
 inline bool is_unpacked(const Linear& linear) { return linear.weight && !linear.panels; }
 
 // Rows of a linear layer's input; x is `stride` apart.
 struct Input {
   const float* x;
   int64_t stride, rows;
-  Int8Rows int8;  // where a layer needs them
-  bf16* narrow;   // the same; rows to 16
+  Int8Rows int8;    // where a layer needs them
+  bf16* bf16_rows;  // the same; rows to 16
 };
 
 // Rows of its output, `stride` apart, and contiguous rows that are added; null: none.

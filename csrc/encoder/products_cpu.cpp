@@ -55,10 +55,11 @@ struct Block {
 };
 
 void compute(const Linear& linear, const Input& in, const Output& out, const Block& b) {
-  if (linear.narrow) {
+  if (linear.bf16_panels) {
     float* sums = thread_scratch<3>(multiple_of(16, b.rows) * b.columns);
-    const Bf16ProductParams p{linear.depth,   in.narrow, linear.narrow, linear.bias, out.addend,
-                              linear.columns, out.y,     out.stride,    sums};
+    const Bf16ProductParams p{linear.depth, in.bf16_rows, linear.bf16_panels,
+                              linear.bias,  out.addend,   linear.columns,
+                              out.y,        out.stride,   sums};
     bf16_product_kernels()->product(p, b.row, b.rows, b.column, b.columns);
   } else if (!linear.weight) {
     static const bool dot_products = int8_dot_products();
@@ -206,7 +207,7 @@ Linear linear_of(const Tensor& weight, int64_t depth, int64_t columns, const cha
   } else if (weight.scalar_type() == ScalarType::BFloat16) {
     check(bf16_product_kernels(), op, ": ", name, ": this CPU multiplies no bf16");
     check_shape(weight, {columns / 16, depth / 2, 32}, op, name, "that encoder_pack gives it");
-    out.narrow = static_cast<const bf16*>(weight.const_data_ptr());
+    out.bf16_panels = static_cast<const bf16*>(weight.const_data_ptr());
   } else {
     const bool packed = weight.dim() == 3;
     if (packed) {
@@ -216,7 +217,7 @@ Linear linear_of(const Tensor& weight, int64_t depth, int64_t columns, const cha
     } else {
       check_shape(weight, {columns, depth}, op, name, "[out_features, in_features]");
     }
-    check_dtype(weight, ScalarType::Float, op, name, "float32, or packed in 8 bits");
+    check_dtype(weight, ScalarType::Float, op, name, "float32, or packed");
     out.weight = weight.const_data_ptr<float>();
     if (packed) out.panels = out.weight;
   }
@@ -241,7 +242,7 @@ void pack(bool on_all, Linear& linear, int64_t first, int64_t columns, float* pa
 
 void round_rows(bool on_all, const Input& in, int64_t depth) {
   constexpr int64_t kRows = 8;
-  if (!in.int8.data && !in.narrow) return;
+  if (!in.int8.data && !in.bf16_rows) return;
   const EncoderKernels& kernels = encoder_kernels();
   on_all = on_all && in.rows * depth >= kNumbersForAll;
   for_tasks(on_all, (in.rows + kRows - 1) / kRows, [&](int64_t i) {
@@ -250,18 +251,18 @@ void round_rows(bool on_all, const Input& in, int64_t depth) {
     if (in.int8.data)
       kernels.quantize(x, in.stride, rows, depth,
                        {in.int8.data + row * depth, in.int8.scales + row, in.int8.zeros + row});
-    if (in.narrow)
-      bf16_product_kernels()->round(x, in.stride, rows, depth, in.narrow + row * depth);
+    if (in.bf16_rows)
+      bf16_product_kernels()->round(x, in.stride, rows, depth, in.bf16_rows + row * depth);
   });
 }
 
 void multiply(bool on_all, const Linear& linear, const Input& in, const Output& out,
               const Activation* activation) {
-  constexpr int64_t kNarrow = 32, kBf16Panel = 96;
+  constexpr int64_t kFewRowsPanel = 32, kBf16Panel = 96;
   on_all = on_all && in.rows * linear.depth * linear.columns >= kProductsForAll;
   const bool packs = linear.weight && !linear.panels && needs_packing(in.rows);
-  int64_t panel = linear.narrow ? kBf16Panel : kInt8Panel;
-  if (linear.weight) panel = packs || linear.panels ? product_kernels().panel : kNarrow;
+  int64_t panel = linear.bf16_panels ? kBf16Panel : kInt8Panel;
+  if (linear.weight) panel = packs || linear.panels ? product_kernels().panel : kFewRowsPanel;
   if (!packs)
     return multiply_columns(on_all, linear, in, out, activation, 0, linear.columns, panel);
   const int64_t parts = activation && activation->gate ? 2 : 1;

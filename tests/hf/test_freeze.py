@@ -1,7 +1,9 @@
 """`freeze`: the same results from models whose layers are constants, and what they refuse."""
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bert_unpad import _C, hf
-from bert_unpad.hf import frozen
+from bert_unpad.hf import frozen_layers, whole_model
 from tests.hf.test_stock_modules import BOTH, KNOWN, RIGHT, batch
 from tests.hf.test_stock_modules import make as make_stock
 from tests.support.hf_models import MASKS, NAMES, call_arguments, make
@@ -29,17 +31,18 @@ def operators(monkeypatch) -> list[str]:
     """Grows by the name of each operator of a frozen model that runs."""
     calls: list[str] = []
 
-    def count(name: str) -> None:
-        run = getattr(frozen, name)
+    def count(module: Any, name: str) -> None:
+        run = getattr(module, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             calls.append(name)
             return run(*args, **kwargs)
 
-        monkeypatch.setattr(frozen, name, counted)
+        monkeypatch.setattr(module, name, counted)
 
-    for name in ("encoder_model", "compute_layers", "compute_around"):
-        count(name)
+    count(whole_model, "encoder_model")
+    count(frozen_layers, "compute_layers")
+    count(frozen_layers, "compute_around")
     return calls
 
 
@@ -125,9 +128,9 @@ def test_layers_are_where_a_model_is_not(name: str, operators: list[str]) -> Non
 
 def test_first_tokens_alone_where_a_head_reads_no_others(monkeypatch) -> None:
     asked = []
-    run = frozen.encoder_model
+    run = whole_model.encoder_model
     monkeypatch.setattr(
-        frozen, "encoder_model", lambda *a, **k: asked.append(k["result"]) or run(*a, **k)
+        whole_model, "encoder_model", lambda *a, **k: asked.append(k["result"]) or run(*a, **k)
     )
     for name in ("BertForSequenceClassification", "RobertaForSequenceClassification", "BertModel"):
         frozen_of(make(name).eval())(**call_arguments(name, MASKS["right"]))
@@ -187,6 +190,126 @@ def test_copies_and_pickles(name: str) -> None:
         assert torch.equal(ours(**call)[0], want)
 
 
+def assert_equal_after(change: Any, stock: nn.Module, call: dict[str, Tensor]) -> None:
+    """Whether a change of a model's modules counts, made before `freeze` and after it."""
+    plain, later = hf.unpad(copy.deepcopy(stock)), frozen_of(stock)
+    with torch.inference_mode():
+        before = later(**call)[0]
+    change(plain)
+    change(later)
+    earlier = hf.unpad(copy.deepcopy(stock))
+    change(earlier)
+    hf.freeze(earlier)
+    with torch.inference_mode():
+        want = plain(**call)[0]
+        assert not torch.allclose(before, want, atol=1e-3)
+        for model in (earlier, later, copy.deepcopy(later)):
+            assert_same_values(model(**call)[0], want)
+
+
+@pytest.mark.parametrize(
+    "path", ["encoder", "embeddings", "embeddings.dropout", "embeddings.LayerNorm"]
+)
+def test_hooks_around_the_layers_run(path: str) -> None:
+    call = call_arguments("BertModel", MASKS["right"])
+
+    def change(model: nn.Module) -> None:
+        def on_output(module: nn.Module, args: Any, output: Any) -> Any:
+            if isinstance(output, Tensor):
+                return output + 0.5
+            output["last_hidden_state"] = output["last_hidden_state"] + 0.5
+            return output
+
+        model.get_submodule(path).register_forward_hook(on_output)
+
+    assert_equal_after(change, make("BertModel").eval(), call)
+
+
+def test_what_is_around_the_layers_is_read_at_each_call() -> None:
+    call = call_arguments("BertModel", MASKS["right"])
+
+    def other_table(model: Any) -> None:
+        table = nn.Embedding.from_pretrained(model.get_input_embeddings().weight.flip(0) * 3)
+        model.set_input_embeddings(table)
+
+    def data(model: Any) -> None:
+        table = model.embeddings.position_embeddings.weight
+        table.data = table.data.flip(0) * 3
+
+    def in_place(model: Any) -> None:
+        with torch.no_grad():
+            model.embeddings.LayerNorm.bias += 0.5
+
+    def eps(model: Any) -> None:
+        model.embeddings.LayerNorm.eps = 1.0
+
+    def forward(model: Any) -> None:
+        model.embeddings.LayerNorm.forward = torch.tanh
+
+    def norm(model: Any) -> None:
+        model.embeddings.LayerNorm = nn.Identity()
+
+    def dropout(model: Any) -> None:
+        model.embeddings.dropout = nn.Tanh()
+
+    for change in (other_table, data, in_place, eps, forward, norm, dropout):
+        assert_equal_after(change, make("BertModel").eval(), call)
+
+
+def test_dropout_that_is_trained_alone_drops() -> None:
+    stock, call = make("BertModel").eval(), call_arguments("BertModel", MASKS["right"])
+    stock.embeddings.dropout.p = 0.5
+    early = hf.unpad(copy.deepcopy(stock))
+    early.embeddings.dropout.train()
+    late = frozen_of(stock)
+    late.embeddings.dropout.train()
+    with torch.inference_mode():
+        for model in (hf.freeze(early), late):
+            assert not torch.equal(model(**call)[0], model(**call)[0])
+
+
+@pytest.mark.skipif("EuroBert" not in KNOWN, reason="needs a newer transformers")
+def test_norms_of_two_kinds() -> None:
+    stock = make_stock("EuroBert")
+    stock.norm = nn.LayerNorm(stock.config.hidden_size)
+    ours, plain = frozen_of(stock), hf.unpad(stock)
+    with torch.inference_mode():
+        assert_same_values(ours(**batch(RIGHT))[0], plain(**batch(RIGHT))[0])
+
+
+def test_pooled_output_is_that_of_the_call() -> None:
+    stock, call = make("BertModel").eval(), call_arguments("BertModel", MASKS["right"])
+    ours = frozen_of(stock)
+    with torch.inference_mode():
+        want = ours(**call).pooler_output
+        out = ours(**call)
+        out.last_hidden_state.zero_()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(out.get("pooler_output"), want)
+    assert torch.equal(ours(**call).get("pooler_output").detach(), want)
+    assert out.get("attentions") is None
+
+
+@pytest.mark.parametrize("name", ["BertModel", "MPNetModel"])
+def test_old_layers_are_freed(name: str) -> None:
+    ours = hf.unpad(make(name).eval())
+    with torch.inference_mode():
+        ours(**call_arguments(name, MASKS["right"]))  # which keeps plans of the layers
+    inner = [weakref.ref(m) for m in ours.encoder.layer.modules() if isinstance(m, nn.Linear)]
+    hf.freeze(ours)
+    gc.collect()
+    assert not any(module() is not None for module in inner)
+
+
+def test_gradients_of_what_is_frozen_are_refused() -> None:
+    ours, call = frozen_of(make("BertModel").eval()), call_arguments("BertModel", MASKS["right"])
+    ours.get_input_embeddings().requires_grad_(True)
+    with pytest.raises(NotImplementedError, match="encoder_layers"):
+        ours(**call)[0].sum().backward()
+    with torch.no_grad():
+        ours(**call)
+
+
 def test_heads_can_be_trained() -> None:
     ours = frozen_of(make("BertForSequenceClassification").eval())
     ours(**call_arguments("BertForSequenceClassification", MASKS["right"])).loss.backward()
@@ -218,6 +341,11 @@ def test_what_a_frozen_model_refuses(tmp_path) -> None:
             model.state_dict()
         with pytest.raises(ValueError, match="cannot be saved"):
             model.save_pretrained(tmp_path)
+        weight = model.get_input_embeddings().weight.clone()
+        given_state = {name: t + 1 for name, t in model.named_parameters()}
+        with pytest.raises(ValueError, match="frozen; expected to be loaded before"):
+            model.load_state_dict(given_state, strict=False)
+        assert torch.equal(model.get_input_embeddings().weight, weight)
         with pytest.raises(ValueError, match="frozen"):
             hf.repad(model)
         with pytest.raises(ValueError, match="not frozen yet"):
@@ -230,6 +358,14 @@ def test_what_a_frozen_model_refuses(tmp_path) -> None:
         model(**given)
     with pytest.raises(ValueError, match=r"frozen, .* padding between tokens"):
         stock(**batch(RIGHT.clone().index_fill(1, torch.tensor([2]), False)))
+
+
+def test_heads_say_that_the_model_is_frozen() -> None:
+    for name in ("BertForMaskedLM", "BertForTokenClassification"):
+        call = call_arguments(name, MASKS["right"])
+        call["labels"] = torch.ones_like(call["input_ids"])
+        with pytest.raises(ValueError, match=f"{name}: frozen, .* where labels other than -100"):
+            frozen_of(make(name).eval())(**call)
 
 
 def test_models_that_cannot_be_frozen() -> None:
@@ -247,6 +383,10 @@ def test_models_that_cannot_be_frozen() -> None:
     fails("the model itself, because it is in training mode", ours().train())
     fails("bert, because it is in training mode", ours("BertForMaskedLM").train())
     fails("its parameters are torch.bfloat16 on cpu", ours().bfloat16())
+    fails("still to be verified", hf.unpad(make("BertModel").eval(), verify=True))
+    model = hf.unpad(make_stock("RobertaPreLayerNorm"))
+    model.config.num_hidden_layers = 1
+    fails("its configuration leaves out some of its layers", model)
     for part in ("", "output.dense", "attention.self", "output.LayerNorm"):
         model = ours()
         model.encoder.layer[1].get_submodule(part).register_forward_hook(lambda *_: None)

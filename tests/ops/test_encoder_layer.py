@@ -403,8 +403,9 @@ def test_errors() -> None:
     fails("rotary embeddings need positions", shape=s._replace(rotary=(1e4, 1.0)))
     fails("a norm is missing", parameters=replace(p, norms=(None, p.norms[1], None)))
     fails(r"parameters\[14\] must have shape", parameters=replace(p, norms=(p.query,) * 3))
-    half = replace(p, ffn_gate=Affine(pack_weight(p.ffn_in.weight, torch.int8), None))
-    fails("both be packed in the same dtype, or neither", parameters=half)
+    for dtype in (torch.int8, torch.float32):
+        half = replace(p, ffn_gate=Affine(pack_weight(p.ffn_in.weight, dtype), None))
+        fails("both be packed in the same dtype, or neither", parameters=half)
     other = replace(p, query=Affine(pack_weight(p.ffn_in.weight, torch.int8), None))
     fails(r"parameters\[0\] must be what encoder_pack makes of", parameters=other)
     leaf = x.clone().requires_grad_()
