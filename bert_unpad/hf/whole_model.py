@@ -20,22 +20,18 @@ class _Outer(NamedTuple):
 
     layers: FrozenLayers
     modules: Mapping[str, Any]
-    """By the fields of `EncoderEmbeddings`."""
+    """Named like the fields of `EncoderEmbeddings`."""
     eps: tuple[float, float]
     padding: int | None
     """The padding id from which positions are counted, if they are."""
 
     def embeddings(self) -> EncoderEmbeddings:
         """Returns the parameters as they are now."""
-        tables: list[Any] = [
-            module and module._parameters["weight"]
-            for module in map(self.modules.get, ("word", "position", "token_type"))
-        ]
-        norms: list[Any] = [
-            module and Affine(*map(module._parameters.get, ("weight", "bias")))
-            for module in map(self.modules.get, ("norm", "final_norm"))
-        ]
-        parts = EncoderEmbeddings(*tables, *norms, self.eps)
+        found: dict[str, Any] = dict.fromkeys(("position", "token_type", "norm", "final_norm"))
+        for name, module in self.modules.items():
+            weight, bias = map(module._parameters.get, ("weight", "bias"))
+            found[name] = Affine(weight, bias) if name in ("norm", "final_norm") else weight
+        parts = EncoderEmbeddings(**found, eps=self.eps)
         if self.padding is not None:
             parts = parts._replace(first_position=self.padding + 1, padding_id=self.padding)
         return parts
@@ -160,7 +156,8 @@ def _outer(
                 return None
             eps[i] = norm.eps
     padding = model._modules["embeddings"].padding_idx if counts_ids else None
-    return _Outer(layers[0], found, (eps[0], eps[1]), padding)
+    there = {name: module for name, module in found.items() if module is not None}
+    return _Outer(layers[0], there, (eps[0], eps[1]), padding)
 
 
 def _module(model: nn.Module, path: str) -> nn.Module | None:
