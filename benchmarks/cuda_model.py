@@ -55,7 +55,9 @@ def nvcc_version() -> str:
 
 def own_kernels(arch: str) -> dict[str, kernel.Kernel]:
     names = attention.kernel_names(64)
-    names += attention_wgmma.kernel_names() if arch == "sm_90a" else []
+    if arch == "sm_90a":
+        names += attention.kernel_names(128)
+        names += attention_wgmma.kernel_names(64) + attention_wgmma.kernel_names(128)
     options = ("-arch", arch, "-fun", ",".join(names))
     functions = sass.parse(cuda_sass.listing("-sass", library(), *options))
     return kernel.kernels(functions, cuda_sass.listing("-res-usage", library(), *options))
@@ -71,15 +73,16 @@ def predict(architectures: list[str], compared: list[str], command: str) -> dict
         "nvcc": nvcc_version(),
         "flash_attention": flash_build.VERSION if compared else None,
         "constants": cases.constants(),
-        **{"blocks": [], "passes": [], "published": [], "encoders": []},
+        **{"blocks": [], "passes": [], "wide": [], "published": [], "encoders": []},
     }
     for name in architectures:
         model = cases.Model(ARCHITECTURES[name])
         ours = own_kernels(ARCHS[name][0])
         flash = FlashAttention(FLASH, ARCHS[name][1]) if name in compared else None
         result["blocks"] += cases.blocks(model, ours, flash)
-        result["passes"] += cases.passes(model, ours, flash)
+        result["passes"] += cases.passes(model, ours, flash, cases.batches())
         if name == "H100":
+            result["wide"] = cases.passes(model, ours, None, cases.wide_batches())
             result["encoders"] = cases.encoders(model, ours)
         if flash is not None and name == "H100":
             result["published"] = cases.check_published(model, ours, flash)

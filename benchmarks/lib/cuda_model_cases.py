@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,11 @@ def batches() -> dict[str, Batch]:
         "48 of Wikipedia": batch_of(wikipedia_mix(48)),
         "48 mixed": batch_of(even_mix(48)),
     }
+
+
+def wide_batches() -> dict[str, Batch]:
+    """The same with 8 heads of 128 columns."""
+    return {name: replace(batch, heads=8, head_dim=128) for name, batch in batches().items()}
 
 
 @dataclass(frozen=True)
@@ -154,11 +159,13 @@ def contenders_of(
     return contenders
 
 
-def passes(model: Model, ours: dict[str, Any], flash: Any | None) -> list[dict[str, Any]]:
-    """Times of both passes of each implementation for every batch, with and without dropout."""
+def passes(
+    model: Model, ours: dict[str, Any], flash: Any | None, of: dict[str, Batch]
+) -> list[dict[str, Any]]:
+    """Times of both passes of each implementation for these batches, with and without dropout."""
     architecture, contenders = model.architecture, contenders_of(model, ours, flash)
     rows = []
-    for name, batch in batches().items():
+    for name, batch in of.items():
         for dropout_p in (0.0, 0.1):
             for contender, (forward, backward) in contenders.items():
                 times: dict[str, Any] = {}
@@ -169,6 +176,8 @@ def passes(model: Model, ours: dict[str, Any], flash: Any | None) -> list[dict[s
                     times[f"{label}_seconds"] = total
                     main = max(parts, key=lambda part: part.seconds)
                     times[f"{label}_bound"] = main.bound
+                    used = (stage.launches[0].kernel.registers for stage in stages)
+                    times[f"{label}_registers"] = list(used)
                 row = {"architecture": architecture.name, "batch": name, "dropout_p": dropout_p}
                 rows.append(row | {"contender": contender, "products": batch.products} | times)
     return rows

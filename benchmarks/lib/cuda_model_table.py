@@ -17,7 +17,7 @@ HEAD = """\
 
 **Modelled, not measured.** The [model of an SM](../../gpu_model/README.md#the-model-of-an-sm) \
 goes through the machine code that nvcc made; what it can and cannot show is said there. All \
-figures are for bf16 and head dimension 64. nvcc {nvcc}. Written by
+figures are for bf16 and, where nothing else is said, head dimension 64. nvcc {nvcc}. Written by
 
 {command}
 
@@ -38,6 +38,13 @@ quantiles of its histogram; "mixed": a fifth of 512 tokens, the others evenly fr
 Times include memory traffic and launches. The last columns compare with \
 FlashAttention-2{version} as its own build makes it, forward + backward. FlashAttention-3 and \
 cuDNN are not in the model: their published speeds stand [below](#published-figures).
+"""
+WIDE = """\
+## Heads of 128 columns
+
+The same batches with 8 heads of 128 columns on an H100, by the kernels that it takes (wgmma) and \
+by those of other GPUs (mma.sync): one forward and two backward. Registers: of a thread of each, \
+for the longest sequences; no kernel spills any.
 """
 BLOCKS = """\
 ## Blocks
@@ -99,6 +106,20 @@ def _passes(rows: Rows) -> Iterable[list[str]]:
             yield [*cells, _rates(other, 7, theirs), between(ratios)]
 
 
+def _wide(rows: Rows) -> Iterable[list[str]]:
+    """mma.sync, then wgmma, of each batch."""
+    for other, row in zip(rows[::2], rows[1::2], strict=True):
+        cells = [row["batch"], f"{row['dropout_p']:g}"]
+        for name in ("forward", "backward"):
+            theirs, ours = (_seconds(x, "H100")[name] for x in (other, row))
+            cells += [between([1e6 * x for x in seconds], 0) for seconds in (theirs, ours)]
+            cells.append(between([a / b for a, b in zip(theirs, ours, strict=True)]))
+        for x in (other, row):
+            used = (*x["forward_registers"], *x["backward_registers"])
+            cells.append(", ".join(map(str, used)))
+        yield cells
+
+
 def _loop(row: dict[str, Any]) -> str:
     return f"{row['loop']} x {row['trips']}" if row["trips"] else "none"
 
@@ -148,6 +169,10 @@ def render(result: dict[str, Any]) -> str:
     header = ["GPU", "kernels", "batch", "p", "forward, us", "backward, us", "forward, TFLOP/s"]
     header += ["backward", "both", "FlashAttention-2, both", "times as fast"]
     parts += [PASSES.format(version=version), table(header, _passes(result["passes"]), 3) + "\n"]
+    header = ["batch", "p", "forward, mma.sync, us", "wgmma", "times as fast"]
+    header += ["backward, mma.sync, us", "wgmma", "times as fast"]
+    header += ["registers, mma.sync", "registers, wgmma"]
+    parts += [WIDE, table(header, _wide(result["wide"]), 1) + "\n"]
     header = ["GPU", "kernel of", "pass", "tokens", "p", "main loop x trips", "busy"]
     header += ["blocks an SM", "cycles", "FLOP a cycle and SM", "TFLOP/s", "times as fast"]
     parts += [BLOCKS, table(header, _blocks(result["blocks"], result["constants"]), 7) + "\n"]

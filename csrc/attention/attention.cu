@@ -69,10 +69,11 @@ BackwardChoice choose_backward(const AttentionCudaParams& args, const AttentionC
   const int sequences = args.sequences, heads = args.heads, max_q = args.max_q, max_k = args.max_k;
   const bool mma_fused =
       whole && backward_is_fused(sequences, heads, max_q, max_k, args.head_dim, device);
-  if (!wgmma_wanted(kBackwardOp) || !has_wgmma(args.dtype, args.head_dim, device))
+  if (!wgmma_wanted(kBackwardOp) ||
+      !has_wgmma(args.dtype, args.head_dim, bias.bucket != nullptr, device))
     return {false, mma_fused};
-  const bool fused =
-      whole && wgmma_backward_is_fused(sequences, args.q_tokens, heads, max_q, max_k, device);
+  const bool fused = whole && args.head_dim == 64 &&
+                     wgmma_backward_is_fused(sequences, args.q_tokens, heads, max_q, max_k, device);
   return {!(fused && mma_fused && mma_backward_is_faster(max_q, max_k)), fused};
 }
 
@@ -82,18 +83,21 @@ void attention_forward(const AttentionCudaParams& args, const AttentionCudaBias&
                        std::span<const AttentionGroup> groups, cudaStream_t stream) {
   const AttentionDevice device = this_device(kForwardOp, args.dtype);
   if (bias.bucket != nullptr) prepare_bias(kForwardOp, args, bias, stream);
-  const bool wgmma = wgmma_wanted(kForwardOp) && has_wgmma(args.dtype, args.head_dim, device);
+  const bool wgmma = wgmma_wanted(kForwardOp) &&
+                     has_wgmma(args.dtype, args.head_dim, bias.bucket != nullptr, device);
   const uint32_t kept = kept_block_bytes(device);
-  for_each_run(kForwardOp, args, bias, groups, stream,
-               [&](const AttentionRun& run, cudaStream_t s) {
-                 if (args.dtype == DType::kFloat32) return launch_fp32_forward(run, s);
-                 if (wgmma && bias.bucket != nullptr) return launch_wgmma_bias_forward(run, s);
-                 if (wgmma) return launch_wgmma_forward(run, s);
-                 dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
-                   if (bias.bucket != nullptr) return launch_bias_forward<kHeadDim>(run, kept, s);
-                   launch_forward<kHeadDim>(run, kept, s);
-                 });
-               });
+  for_each_run(
+      kForwardOp, args, bias, groups, stream, [&](const AttentionRun& run, cudaStream_t s) {
+        if (args.dtype == DType::kFloat32) return launch_fp32_forward(run, s);
+        if (wgmma && bias.bucket != nullptr) return launch_wgmma_bias_forward(run, s);
+        if (wgmma)
+          return dispatch_wgmma_head_dim(
+              args.head_dim, [&]<int kHeadDim>() { launch_wgmma_forward<kHeadDim>(run, s); });
+        dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
+          if (bias.bucket != nullptr) return launch_bias_forward<kHeadDim>(run, kept, s);
+          launch_forward<kHeadDim>(run, kept, s);
+        });
+      });
 }
 
 int64_t attention_query_sums(const AttentionCudaParams& args, const AttentionCudaBias& bias) {
@@ -114,7 +118,10 @@ void attention_backward(const AttentionCudaParams& args, const AttentionCudaBias
                  if (args.dtype == DType::kFloat32) return launch_fp32_backward(run, s);
                  if (choice.wgmma && bias.bucket != nullptr)
                    return launch_wgmma_bias_backward(run, s);
-                 if (choice.wgmma) return launch_wgmma_backward(run, choice.fused, s);
+                 if (choice.wgmma)
+                   return dispatch_wgmma_head_dim(args.head_dim, [&]<int kHeadDim>() {
+                     launch_wgmma_backward<kHeadDim>(run, choice.fused, s);
+                   });
                  dispatch_head_dim(args.head_dim, [&]<int kHeadDim>() {
                    if (bias.bucket != nullptr) return launch_bias_backward<kHeadDim>(run, s);
                    const AttentionCudaParams& a = run.args;

@@ -1,49 +1,11 @@
-// Attention with wgmma, head dim 64, without a position bias: which kernel and tile shape takes a
-// run, and its grid.
+// Attention with wgmma, head dim 64, without a position bias.
 #define BU_REQUIRE_TRAPS
 
-#include "attention/backward_dq_wgmma.h"
-#include "attention/backward_keys_wgmma.h"
-#include "attention/backward_wgmma.h"
-#include "attention/choice.h"
-#include "attention/forward_wgmma.h"
-#include "attention/launch.h"
+#include "attention/launch_wgmma.h"
 
 namespace bert_unpad::cuda {
 
-void launch_wgmma_forward(const AttentionRun& run, cudaStream_t stream) {
-  const auto start = [&]<class T, int kGroups, bool kDropout, bool kWindow>() {
-    launch_grid(kForwardOp,
-                attention_forward_wgmma_kernel<T, kGroups, kDropout, kWindow, AttentionLaunch>,
-                128 * kGroups, WgmmaKeys<T, kGroups>::kSharedBytes, run, run.args.heads,
-                run.args.max_q, 64 * kGroups, stream);
-  };
-  dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
-    if (has_window(run.args)) return start.template operator()<T, 1, kDropout, true>();
-    // Two warpgroups share what one of them would copy.
-    if (run.args.max_q > 64) return start.template operator()<T, 2, kDropout, false>();
-    start.template operator()<T, 1, kDropout, false>();
-  });
-}
-
-void launch_wgmma_backward(const AttentionRun& run, bool fused, cudaStream_t stream) {
-  const int max_q = run.args.max_q, max_k = run.args.max_k;
-  const auto start_fused = [&]<class T, int kGroups, bool kDropout>() {
-    launch_grid(kBackwardOp, attention_backward_wgmma_kernel<T, kGroups, kDropout>, 128 * kGroups,
-                WgmmaBackwardShared<kGroups>::bytes(max_q, max_k), run, run.args.heads, 0, 0,
-                stream);
-  };
-  const auto start_split = [&]<class T, bool kDropout>() {
-    launch_grid(kBackwardOp, attention_backward_dq_wgmma_kernel<T, kDropout, AttentionLaunch>, 128,
-                WgmmaQueryGradientShared<T>::kBytes, run, run.args.heads, max_q, 64, stream);
-    launch_grid(kBackwardOp, attention_backward_keys_wgmma_kernel<T, kDropout, AttentionLaunch>,
-                128, WgmmaKeyGradientShared::kBytes, run, run.args.kv_heads, max_k, 64, stream);
-  };
-  dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
-    if (!fused) return start_split.template operator()<T, kDropout>();
-    if (wgmma_backward_groups(max_k) == 2) return start_fused.template operator()<T, 2, kDropout>();
-    start_fused.template operator()<T, 1, kDropout>();
-  });
-}
+template void launch_wgmma_forward<64>(const AttentionRun&, cudaStream_t);
+template void launch_wgmma_backward<64>(const AttentionRun&, bool, cudaStream_t);
 
 }  // namespace bert_unpad::cuda

@@ -1,4 +1,4 @@
-// dQ with wgmma (sm_90a), for head dim 64, where the backward pass is not fused: what
+// dQ with wgmma (sm_90a), for head dims 64 and 128, where the backward pass is not fused: what
 // backward_dq_kernel.h computes, by the same formulas. It also writes delta, which
 // backward_keys_wgmma.h reads afterwards.
 //
@@ -15,25 +15,26 @@
 #include "attention/kernel_parts.h"
 #include "attention/query_windows.h"
 #include "attention/score_bias.h"
+#include "attention/wgmma_parts.h"
 
 namespace bert_unpad {
 
-template <class T>
-using WgmmaQueryGradientKeys = KeyTiles<T, 64, 4, 3, 2>;
+template <class T, int kHeadDim>
+using WgmmaQueryGradientKeys = KeyTiles<T, kHeadDim, 4, 3, 2, 64, 64>;
 
 // Where things lie in shared memory: tiles of keys and values, then the queries' tile of dout. The
 // score gradients of a position bias follow.
-template <class T>
+template <class T, int kHeadDim>
 struct WgmmaQueryGradientShared {
-  static constexpr uint32_t kDout = WgmmaQueryGradientKeys<T>::kSharedBytes;
-  static constexpr uint32_t kBytes = kDout + SharedTile<64>::bytes(64);
+  static constexpr uint32_t kDout = WgmmaQueryGradientKeys<T, kHeadDim>::kSharedBytes;
+  static constexpr uint32_t kBytes = kDout + SharedTile<kHeadDim>::bytes(64);
 };
 
 // A warp's 16 queries and their gradients so far.
-template <class T, bool kDropout, bool kBias>
+template <class T, int kHeadDim, bool kDropout, bool kBias>
 struct WgmmaQueryGradients {
-  uint32_t q[4][4];
-  float dq[8][4];
+  uint32_t q[kHeadDim / 16][4];
+  HeadSums<kHeadDim> dq;
   // Of rows g and g + 8: lse in base 2; delta, times the rate of what dropout keeps, as the score
   // gradients are; the keys that they see.
   float lse[2], delta[2];
@@ -43,12 +44,11 @@ struct WgmmaQueryGradients {
   BU_DEVICE void start(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
                        const QueryWindows& windows, int first_row, float rate) {
     const int lane = threadIdx.x % 32, end = block.q_len;
-    // q gets the scale's sign, as in the forward pass.
-    load_a<64>(q, HeadRows<const T>(a.q, block.q_begin, block.head), first_row, end,
-               a.scale < 0.0f ? kNegatePair : 0u);
-    uint32_t dout[4][4];
-    load_a<64>(dout, HeadRows<const T>(a.dout, block.q_begin, block.head), first_row, end, 0);
-    row_dots<64>(delta, dout, HeadRows<const T>(a.out, block.q_begin, block.head), first_row, end);
+    load_a<kHeadDim>(q, HeadRows<const T>(a.q, block.q_begin, block.head), first_row, end, 0);
+    uint32_t dout[kHeadDim / 16][4];
+    load_a<kHeadDim>(dout, HeadRows<const T>(a.dout, block.q_begin, block.head), first_row, end, 0);
+    row_dots<kHeadDim>(delta, dout, HeadRows<const T>(a.out, block.q_begin, block.head), first_row,
+                       end);
     const int64_t head = block.head * a.q_tokens + block.q_begin;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -58,8 +58,7 @@ struct WgmmaQueryGradients {
       delta[half] *= rate;
       seen[half] = windows.keys(row);
     }
-#pragma unroll
-    for (int i = 0; i < 32; ++i) dq[i / 4][i % 4] = 0.0f;
+    zero(dq);
     wgmma_fence_operand(q);
     wgmma_fence_operand(dq);
   }
@@ -67,14 +66,13 @@ struct WgmmaQueryGradients {
   // Takes in a tile of keys and values. `dout`, `k`, `v`: operands. Its product with the keys is
   // still being made afterwards. `hides`: not all rows see all of its keys. `first_row`,
   // `first_key`: in the sequence.
-  BU_DEVICE void add_tile(TileOperand<64> dout, TileOperand<64> k, TileOperand<64> v, bool hides,
+  BU_DEVICE void add_tile(HeadOperand<> dout, HeadOperand<> k, HeadOperand<> v, bool hides,
                           float scale, const AttentionDropout& dropout, int first_row,
                           int first_key, const QueryBias<T, kBias>& bias,
                           const QueryBiasSums<T, kBias, 64>& sums) {
     float s[8][4], dp[8][4];  // scores; gradients of the weights
     wgmma_fence();
-#pragma unroll
-    for (int d = 0; d < 4; ++d) wgmma<T, false>(s, q[d], k.step<false>(d), d > 0);
+    multiply_heads<T>(s, q, k);
     wgmma_commit();
     // Also for the last tile's product with the keys: there are no registers for its operands
     // beside the second product's sums.
@@ -82,9 +80,7 @@ struct WgmmaQueryGradients {
     wgmma_fence_operand(s);
     bias.add(s, first_key, scale);  // before there are sums of the second product
     wgmma_fence();
-#pragma unroll
-    for (int d = 0; d < 4; ++d)
-      wgmma<T, false, false>(dp, dout.step<false>(d), v.step<false>(d), d > 0);
+    multiply_heads<T, kHeadDim / 16>(dp, dout, v);
     wgmma_commit();
     const float unit = kBias ? 1.0f : scale;  // of a score, once it has its bias
 #pragma unroll
@@ -115,9 +111,7 @@ struct WgmmaQueryGradients {
     sums.put(dp);
     wgmma_fence_operand(gradient);
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      wgmma<T, true>(dq, gradient[step], k.step<true>(step), true);
+    add_rows<T>(dq, gradient, k);
     wgmma_commit();
   }
 
@@ -133,11 +127,11 @@ struct WgmmaQueryGradients {
   }
 };
 
-template <class T, bool kDropout, class Launch>
-BU_KERNEL(128, kHasBias<Launch> ? 2 : 3)
+template <class T, int kHeadDim, bool kDropout, class Launch>
+BU_KERNEL(128, (kHeadDim == 128 || kHasBias<Launch> ? 2 : 3))
 attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
   constexpr bool kBias = kHasBias<Launch>;
-  using Shared = WgmmaQueryGradientShared<T>;
+  using Shared = WgmmaQueryGradientShared<T, kHeadDim>;
   const AttentionBlock block = attention_block(p);
   const int block_row = block.tile * 64;
   if (block_row >= block.q_len) return;
@@ -147,14 +141,15 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
   const PositionSpan span = windows.template span<64>(block_row);
   // Keys that any query sees, and that all see.
   const RowRange any = windows.keys_of_any(span), all = windows.keys_of_all(span);
-  const WgmmaQueryGradientKeys<T> keys(p.args, block, any.end);
+  const WgmmaQueryGradientKeys<T, kHeadDim> keys(p.args, block, any.end);
   const int first_tile = any.begin / keys.kKeys;
   if (first_tile < keys.tiles())
-    copy_tile<64, 128, 64>(Shared::kDout, HeadRows<const T>(p.args.dout, block.q_begin, block.head),
-                           block_row, block.q_len);
+    copy_tiles<64, 128, kHeadDim, 64>(Shared::kDout,
+                                      HeadRows<const T>(p.args.dout, block.q_begin, block.head),
+                                      block_row, block.q_len);
   keys.start(first_tile);
 
-  WgmmaQueryGradients<T, kDropout, kBias> rows;
+  WgmmaQueryGradients<T, kHeadDim, kDropout, kBias> rows;
   rows.start(p.args, block, windows, first_row, kDropout ? keep_rate(p.args.keep_threshold) : 1.0f);
   const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
                                  block.sequence * p.args.heads + block.head, !kBias);
@@ -164,9 +159,9 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
   sums.zero();
   RowRange seen = any;  // by the warp's queries
   if constexpr (kBias) seen = windows.keys_of_any(windows.template span<16>(first_row));
-  const float scale = fabsf(p.args.scale) * kLog2e;
+  const float scale = p.args.scale * kLog2e;
   const uint32_t base = keep_in_register(shared_base());
-  const auto dout = TileOperand<64>::at(base + Shared::kDout);
+  const auto dout = HeadOperand<>::at(base + Shared::kDout);
   for (int tile = first_tile; tile < keys.tiles(); ++tile) {
     copy_async_wait<0>();
     fence_shared();
@@ -174,8 +169,8 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
     sync_block();
     keys.start(tile + 1);
     const int first_key = tile * keys.kKeys;
-    rows.add_tile(dout, TileOperand<64>::at(base + keys.keys(tile)),
-                  TileOperand<64>::at(base + keys.values(tile)),
+    rows.add_tile(dout, HeadOperand<>::at(base + keys.keys(tile)),
+                  HeadOperand<>::at(base + keys.values(tile)),
                   !all.holds(first_key, first_key + keys.kKeys - 1), scale, dropout, first_row,
                   first_key, bias, sums);
     sums.add_up(first_key, seen, keep);
@@ -183,8 +178,8 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
   wgmma_wait<0>();
   wgmma_fence_operand(rows.dq);
   const float unit = p.args.scale * keep;
-  store_rows<T>(rows.dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head), first_row,
-                block.q_len, 0);
+  store_head_rows<T>(rows.dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head),
+                     first_row, block.q_len);
 }
 
 }  // namespace bert_unpad

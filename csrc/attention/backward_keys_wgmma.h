@@ -1,11 +1,13 @@
-// dK and dV with wgmma (sm_90a), for head dim 64, where the backward pass is not fused: what
-// backward_kernel.h computes there, after backward_dq_wgmma.h, which writes delta.
+// dK and dV with wgmma (sm_90a), for head dims 64 and 128, where the backward pass is not fused:
+// what backward_kernel.h computes there, after backward_dq_wgmma.h, which writes delta.
 //
 // A block of one warpgroup takes 64 keys, a warp 16 of them, as in backward_wgmma.h. It passes over
 // the heads that read the keys, and over the tiles of 64 queries that see one of them. The products
 // with q and dout are not waited for before the next tile's scores are begun: one wait serves both.
 // So a tile is still read when the next one is taken in, and a third is on its way. Meanwhile the
-// score gradients are added to the sums of a position bias.
+// score gradients are added to the sums of a position bias. With 128 columns rows of K and V are
+// operands in shared memory, which has no room for a third stage: each tile's products are waited
+// for.
 #pragma once
 
 #include <algorithm>
@@ -17,10 +19,14 @@
 namespace bert_unpad {
 
 // Where things lie in shared memory. The score gradients of a position bias follow.
+template <int kHeadDim>
 struct WgmmaKeyGradientShared {
-  static constexpr uint32_t kTile = SharedTile<64>::bytes(64);
-  // Three stages, each a tile of q and one of dout.
-  static BU_HD uint32_t stage(int i) { return i % 3 * 2 * kTile; }
+  static constexpr uint32_t kTile = SharedTile<kHeadDim>::bytes(64);
+  // Three stages, each a tile of q and one of dout; with 128 columns two, and a tile of k and one
+  // of v.
+  static constexpr int kStages = kHeadDim == 128 ? 2 : 3;
+  static BU_HD uint32_t stage(int i) { return static_cast<uint32_t>(i % kStages) * 2 * kTile; }
+  static constexpr uint32_t kKeys = 4 * kTile;
   // Two stages of what is known of each query of a tile: lse in base 2; delta, times the rate of
   // what dropout keeps; the first key that it sees, and how many; with a bias its place_of_key_0.
   static BU_HD uint32_t values(int i) { return 6 * kTile + i % 2 * 1280; }
@@ -30,9 +36,9 @@ struct WgmmaKeyGradientShared {
 
 // Reads these values of a tile's queries, each thread a part of them. Between start() and finish()
 // they are on their way from global memory.
-template <class Launch>
+template <int kHeadDim, class Launch>
 class WgmmaQueryValues {
-  using Shared = WgmmaKeyGradientShared;
+  using Shared = WgmmaKeyGradientShared<kHeadDim>;
   const Launch& p_;
   const AttentionBlock& block_;
   const QueryWindows& windows_;
@@ -93,11 +99,11 @@ BU_DEVICE void zero_unseen(float (&weights)[8][4], int first_key, uint32_t seen)
   }
 }
 
-template <class T, bool kDropout, class Launch>
+template <class T, int kHeadDim, bool kDropout, class Launch>
 BU_KERNEL(128, 2)
 attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
   constexpr bool kBias = kHasBias<Launch>;
-  using Shared = WgmmaKeyGradientShared;
+  using Shared = WgmmaKeyGradientShared<kHeadDim>;
   const AttentionBlock block = uniform(attention_block<true>(p));
   const int first_key = block.tile * 64;
   if (first_key >= block.k_len) return;
@@ -119,12 +125,18 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
     const HeadRows<const T> q(p.args.q, block.q_begin, head);
     const HeadRows<const T> dout(p.args.dout, block.q_begin, head);
     const uint32_t to = Shared::stage(stage);
-    copy_tile<64, 128, 64>(to, q, tile * 64, block.q_len);
-    copy_tile<64, 128, 64>(to + Shared::kTile, dout, tile * 64, block.q_len);
+    copy_tiles<64, 128, kHeadDim, 64>(to, q, tile * 64, block.q_len);
+    copy_tiles<64, 128, kHeadDim, 64>(to + Shared::kTile, dout, tile * 64, block.q_len);
   };
-  WgmmaQueryValues<Launch> values(p, block, windows);
+  WgmmaQueryValues<kHeadDim, Launch> values(p, block, windows);
   const float rate = kDropout ? keep_rate(p.args.keep_threshold) : 1.0f;
   if (first_tile < query_tiles) {
+    if constexpr (Shared::kStages == 2) {
+      const HeadRows<const T> k(p.args.k, block.k_begin, block.kv_head),
+          v(p.args.v, block.k_begin, block.kv_head);
+      copy_tiles<64, 128, kHeadDim, 64>(Shared::kKeys, k, first_key, block.k_len);
+      copy_tiles<64, 128, kHeadDim, 64>(Shared::kKeys + Shared::kTile, v, first_key, block.k_len);
+    }
     copy_queries(block.head, first_tile, 0);
     values.start(block.head, first_tile);
     values.finish(0, rate);
@@ -134,15 +146,25 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
   AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
                            block.sequence * p.args.heads + block.head, !kBias);
   for (uint32_t* x : {&dropout.key.k0, &dropout.key.k1, &dropout.key.offset}) *x = first_lane(*x);
-  const float scale = fabsf(p.args.scale) * kLog2e;
+  const float scale = p.args.scale * kLog2e;
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const uint32_t base = keep_in_register(shared_base());
-  WgmmaBackwardKeys<T, kDropout, kBias> keys;
+  WgmmaBackwardKeys<T, kHeadDim, kDropout, kBias> keys;
   const int warp_key = first_key + static_cast<int>(threadIdx.x) / 32 * 16;
-  keys.load(p.args, block, warp_key);
+  if constexpr (keys.kShared) {
+    keys.k = HeadOperand<>::at(base + Shared::kKeys);
+    keys.v = HeadOperand<>::at(base + Shared::kKeys + Shared::kTile);
+  } else {
+    keys.load(p.args, block, warp_key);
+  }
   keys.start(block, warp_key);
   using Bias = KeyBias<T, kBias, WgmmaQueryStarts, 64>;
   const RowRange seeing = windows.queries(keys.first, keys.first + 15);
+  const auto finish = [&] {  // the products with q and dout
+    wgmma_wait<0>();
+    wgmma_fence_operand(keys.dk);
+    wgmma_fence_operand(keys.dv);
+  };
   int count = 0;  // of query tiles so far, over all heads
   for (int head = block.head; head < block.head + p.group; ++head, ++dropout.stream) {
     Bias(p, block, {}, head, keys.first, Shared::kBytes).zero();
@@ -150,7 +172,7 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
       next = needed(tile + 1);
       copy_async_wait<0>();
       fence_shared();
-      sync_block();  // the tile is there for all, and all are done with the one before the last
+      sync_block();  // the tile is there for all, and all are done with the one that is replaced
       const bool same_head = next < query_tiles;
       const bool more = same_head || head + 1 < block.head + p.group;
       if (more) {
@@ -173,20 +195,19 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
       }
       const Bias bias(p, here, {known + Shared::kStarts}, here.head, keys.first, Shared::kBytes);
       keys.add_queries(
-          TileOperand<64>::at(at), TileOperand<64>::at(at + Shared::kTile), known,
+          HeadOperand<>::at(at), HeadOperand<>::at(at + Shared::kTile), known,
           known + Shared::kDelta, kBias ? 1.0f : scale, dropout, tile * 64,
           [&](float (&scores)[8][4]) { bias.add(scores, tile * 64, scale); },
           [&](float (&weights)[8][4]) {
             if (hides) zero_unseen(weights, keys.first, known + Shared::kSeen);
           },
           [&](const float (&gradients)[8][4], const auto&) { bias.put(gradients); });
+      if constexpr (Shared::kStages == 2) finish();
       bias.add_up(tile * 64, seeing, keep);
       if (more) values.finish(count + 1, rate);
     }
   }
-  wgmma_wait<0>();
-  wgmma_fence_operand(keys.dk);
-  wgmma_fence_operand(keys.dv);
+  if constexpr (Shared::kStages > 2) finish();
   keys.store(p.args, block, keep);
 }
 

@@ -14,6 +14,7 @@
 
 #include "attention/dropout.h"
 #include "attention/kernel_parts.h"
+#include "attention/wgmma_parts.h"
 
 namespace bert_unpad {
 
@@ -41,18 +42,20 @@ struct WgmmaBackwardShared {
 
 // A warp's 16 keys: their rows, and the gradients that these have gathered. kBias: scores change,
 // and whether there is dropout is only known when it runs.
-template <class T, bool kDropout, bool kBias = false>
+template <class T, int kHeadDim, bool kDropout, bool kBias = false>
 struct WgmmaBackwardKeys {
+  // Rows of 128 columns stay in shared memory: there are no registers for them.
+  static constexpr bool kShared = kHeadDim == 128;
+  // There are no registers for the gradients of the weights beside scores.
+  static constexpr bool kLate = kBias || (kShared && kDropout);
   int first, end;  // the first of the keys in the sequence, and the sequence's length
-  uint32_t k[4][4], v[4][4];
-  float dk[8][4], dv[8][4];
+  std::conditional_t<kShared, HeadOperand<>, uint32_t[kHeadDim / 16][4]> k, v;
+  HeadSums<kHeadDim> dk, dv;
 
   // Reads the rows of the keys from `first_key` on; those of the last keys are not needed any more.
   BU_DEVICE void load(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
                       int first_key) {
-    // K gets the scale's sign, as q does in the forward pass.
-    load_a<64>(k, HeadRows<const T>(a.k, block.k_begin, block.kv_head), first_key, block.k_len,
-               a.scale < 0.0f ? kNegatePair : 0u);
+    load_a<64>(k, HeadRows<const T>(a.k, block.k_begin, block.kv_head), first_key, block.k_len, 0);
     load_a<64>(v, HeadRows<const T>(a.v, block.k_begin, block.kv_head), first_key, block.k_len, 0);
   }
 
@@ -60,10 +63,12 @@ struct WgmmaBackwardKeys {
   BU_DEVICE void start(const AttentionBlock& block, int first_key) {
     first = first_key;
     end = block.k_len;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) dk[i / 4][i % 4] = dv[i / 4][i % 4] = 0.0f;
-    wgmma_fence_operand(k);
-    wgmma_fence_operand(v);
+    zero(dk);
+    zero(dv);
+    if constexpr (!kShared) {
+      wgmma_fence_operand(k);
+      wgmma_fence_operand(v);
+    }
     wgmma_fence_operand(dk);
     wgmma_fence_operand(dv);
   }
@@ -75,23 +80,21 @@ struct WgmmaBackwardKeys {
   // not count; `share` with the score gradients, and the same as A operands. The products with q
   // and dout are still being made afterwards.
   template <class Change, class Hide, class Share>
-  BU_DEVICE void add_queries(TileOperand<64> q, TileOperand<64> dout, uint32_t lse, uint32_t delta,
+  BU_DEVICE void add_queries(HeadOperand<> q, HeadOperand<> dout, uint32_t lse, uint32_t delta,
                              float unit, const AttentionDropout& dropout, int first_query,
                              const Change& change, const Hide& hide, const Share& share) {
     float s[8][4], dp[8][4];  // [keys, queries]: scores; gradients of the weights
     wgmma_fence();
-#pragma unroll
-    for (int d = 0; d < 4; ++d) wgmma<T, false>(s, k[d], q.step<false>(d), d > 0);
+    multiply_heads<T, kHeadDim / 16>(s, k, q);
     wgmma_commit();
     const auto start_dp = [&] {
       wgmma_fence();
-#pragma unroll
-      for (int d = 0; d < 4; ++d) wgmma<T, false>(dp, v[d], dout.step<false>(d), d > 0);
+      multiply_heads<T, kHeadDim / 16>(dp, v, dout);
       wgmma_commit();
     };
-    if constexpr (!kBias) start_dp();
+    if constexpr (!kLate) start_dp();
     const uint32_t column = 8 * (threadIdx.x % 4);  // bytes from that of a tile's first query
-    wgmma_wait<kBias ? 0 : 1>();
+    wgmma_wait<kLate ? 0 : 1>();
     wgmma_fence_operand(s);
     change(s);
     const bool draws = kDropout && (!kBias || dropout.draws());
@@ -114,11 +117,9 @@ struct WgmmaBackwardKeys {
       }
     }
     wgmma_fence_operand(operand);
-    if constexpr (kBias) start_dp();  // there were no registers for its sums before
+    if constexpr (kLate) start_dp();
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      wgmma<T, true>(dv, operand[step], dout.step<true>(step), true);
+    add_rows<T>(dv, operand, dout);
     wgmma_commit();
     wgmma_wait<1>();
     wgmma_fence_operand(dp);
@@ -140,9 +141,7 @@ struct WgmmaBackwardKeys {
     share(dp, gradient);
     wgmma_fence_operand(gradient);
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      wgmma<T, true>(dk, gradient[step], q.step<true>(step), true);
+    add_rows<T>(dk, gradient, q);
     wgmma_commit();
   }
 
@@ -166,8 +165,8 @@ struct WgmmaBackwardKeys {
   BU_DEVICE void store(const cuda::AttentionCudaParams& a, const AttentionBlock& block,
                        float keep) const {
     const float unit = a.scale * keep;
-    store_rows<T>(dk, unit, unit, HeadRows<T>(a.dk, block.k_begin, block.kv_head), first, end, 0);
-    store_rows<T>(dv, keep, keep, HeadRows<T>(a.dv, block.k_begin, block.kv_head), first, end, 0);
+    store_head_rows<T>(dk, unit, unit, HeadRows<T>(a.dk, block.k_begin, block.kv_head), first, end);
+    store_head_rows<T>(dv, keep, keep, HeadRows<T>(a.dv, block.k_begin, block.kv_head), first, end);
   }
 
  private:
@@ -251,7 +250,7 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   };
   if (passes > 0 && query_tiles > 0) copy_queries(0, 0);
   copy_async_commit();
-  WgmmaBackwardKeys<T, kDropout> keys;
+  WgmmaBackwardKeys<T, 64, kDropout> keys;
   keys.load(p.args, block, 16 * warp);
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   fill_wgmma_row_values<T, 4 * kGroups>(p.args, block, lse_at, delta_at,
@@ -261,7 +260,7 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
                            block.sequence * p.args.heads + block.head);
   // Uniform registers for the keys of all rounds: there are no others left.
   for (uint32_t* x : {&dropout.key.k0, &dropout.key.k1, &dropout.key.offset}) *x = first_lane(*x);
-  const float scale = fabsf(p.args.scale) * kLog2e;
+  const float scale = p.args.scale * kLog2e;
   const uint32_t base = keep_in_register(shared_base());
   const auto gradients = TileOperand<64>::at(base + Shared::kGradients);
   const auto key_columns = TileOperand<kColumns>::at(base + Shared::kKeyTiles +
@@ -288,7 +287,7 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
 
       const uint32_t at = base + Shared::stage(count);
       keys.add_queries(
-          TileOperand<64>::at(at), TileOperand<64>::at(at + Shared::kTile), lse_at + 256 * tile,
+          HeadOperand<>::at(at), HeadOperand<>::at(at + Shared::kTile), lse_at + 256 * tile,
           delta_at + 256 * tile, scale, dropout, tile * 64, [](const auto&) {}, [](const auto&) {},
           [&](const auto&, const auto& gradient) { keys.put(gradient, Shared::kGradients); });
       float dq[kColumns / 8][4];

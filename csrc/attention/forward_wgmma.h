@@ -1,4 +1,4 @@
-// The forward pass with wgmma (sm_90a), for head dim 64: the formulas of forward_kernel.h.
+// The forward pass with wgmma (sm_90a), for head dims 64 and 128: the formulas of forward_kernel.h.
 //
 // A block of one or two warpgroups takes 64 queries of one head for each, a warp 16 of them, whose
 // rows of q stay in registers as A operands. Keys and values come in tiles of 64. A tile's scores
@@ -8,7 +8,9 @@
 // later than its keys are.
 //
 // At 128 registers a thread, four warpgroups share an SM: while one computes exponentials, the
-// others multiply.
+// others multiply. With 128 columns there are two. Where they are of one block, the second one is
+// half a tile behind: its barrier stands after its scores, so it multiplies while the first one
+// computes exponentials, and the other way round.
 //
 // A launch with a position bias takes the kernel for windows.
 #pragma once
@@ -17,6 +19,7 @@
 #include "attention/kernel_parts.h"
 #include "attention/query_windows.h"
 #include "attention/score_bias.h"
+#include "attention/wgmma_parts.h"
 
 namespace bert_unpad {
 
@@ -25,14 +28,15 @@ namespace bert_unpad {
 template <int kGroups>
 inline constexpr int kWgmmaStages = kGroups == 1 ? 3 : 4;
 
-template <class T, int kGroups>
-using WgmmaKeys = KeyTiles<T, 64, 4 * kGroups, kWgmmaStages<kGroups>>;
+template <class T, int kHeadDim, int kGroups>
+using WgmmaKeys =
+    KeyTiles<T, kHeadDim, 4 * kGroups, kWgmmaStages<kGroups>, kWgmmaStages<kGroups>, 64, 64>;
 
 // A warp's 16 queries and what they have summed so far.
-template <class T, bool kDropout, bool kWindow, bool kBias>
+template <class T, int kHeadDim, bool kDropout, bool kWindow, bool kBias>
 struct WgmmaRows {
-  uint32_t q[4][4];
-  float o[8][4];
+  uint32_t q[kHeadDim / 16][4];
+  HeadSums<kHeadDim> o;
   // Of rows g and g + 8: the largest score so far, before scaling, with a bias in base 2; the sum
   // of the exponentials in this lane's columns; with a window the keys that they see.
   float row_max[2], sum[2];
@@ -40,18 +44,20 @@ struct WgmmaRows {
 
   // Takes in a tile of keys and values, the operands. Its product with the values is still being
   // made afterwards. `to`: keys of the tile before the sequence's end, 64 or more if all; `hides`:
-  // not all rows see all of its keys. `first_row`, `first_key`: in the sequence.
-  BU_DEVICE void add_tile(TileOperand<64> k, TileOperand<64> v, int to, bool hides, float scale,
+  // not all rows see all of its keys. `first_row`, `first_key`: in the sequence. `scored` is called
+  // when the scores are there.
+  template <class Scored>
+  BU_DEVICE void add_tile(HeadOperand<> k, HeadOperand<> v, int to, bool hides, float scale,
                           const AttentionDropout& dropout, int first_row, int first_key,
-                          const QueryBias<T, kBias>& bias) {
+                          const QueryBias<T, kBias>& bias, const Scored& scored) {
     float s[8][4];
     wgmma_fence();
-#pragma unroll
-    for (int d = 0; d < 4; ++d) wgmma<T, false>(s, q[d], k.step<false>(d), d > 0);
+    multiply_heads<T>(s, q, k);
     wgmma_commit();
     wgmma_wait<0>();  // also for the last tile's product with the values
     wgmma_fence_operand(s);
     wgmma_fence_operand(o);
+    scored();
     bias.add(s, first_key, scale);
     if constexpr (kWindow) {
       if (hides) replace_unseen(s, seen, first_key, -INFINITY);
@@ -73,8 +79,7 @@ struct WgmmaRows {
     wgmma_fence_operand(weights);
     wgmma_fence_operand(o);
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; ++step) wgmma<T, true>(o, weights[step], v.step<true>(step), true);
+    add_rows<T>(o, weights, v);
     wgmma_commit();
   }
 
@@ -120,16 +125,22 @@ struct WgmmaRows {
       }
       sum[half] = fma(sum[half], rescale, total);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        o[n][2 * half] *= rescale;
-        o[n][2 * half + 1] *= rescale;
+      for (int n = 0; n < kHeadDim / 8; ++n) {
+        o[n / 8][n % 8][2 * half] *= rescale;
+        o[n / 8][n % 8][2 * half + 1] *= rescale;
       }
     }
   }
 };
 
-template <class T, int kGroups, bool kDropout, bool kWindow, class Launch>
-BU_KERNEL(128 * kGroups, kWindow ? 3 : 4 / kGroups)
+// Warpgroups on an SM that registers have to allow.
+template <int kHeadDim, bool kWindow>
+inline constexpr int kWgmmaResident = kHeadDim == 128 ? 2
+                                      : kWindow       ? 3
+                                                      : 4;
+
+template <class T, int kHeadDim, int kGroups, bool kDropout, bool kWindow, class Launch>
+BU_KERNEL(128 * kGroups, (kWgmmaResident<kHeadDim, kWindow> / kGroups))
 attention_forward_wgmma_kernel(BU_PARAMS Launch p) {
   constexpr bool kBias = kHasBias<Launch>;
   static_assert(kWindow || !kBias);
@@ -140,7 +151,7 @@ attention_forward_wgmma_kernel(BU_PARAMS Launch p) {
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first_row = block_row + warp * 16;
-  WgmmaRows<T, kDropout, kWindow, kBias> rows;
+  WgmmaRows<T, kHeadDim, kDropout, kWindow, kBias> rows;
   RowRange any{0, block.k_len}, all = any;  // keys that any query sees, and that all see
   const QueryWindows windows(p.args, block);
   if constexpr (kWindow) {
@@ -150,17 +161,16 @@ attention_forward_wgmma_kernel(BU_PARAMS Launch p) {
     for (int half = 0; half < 2; ++half)
       rows.seen[half] = windows.keys(first_row + lane / 4 + 8 * half);
   }
-  const WgmmaKeys<T, kGroups> keys(p.args, block, any.end);
+  const WgmmaKeys<T, kHeadDim, kGroups> keys(p.args, block, any.end);
   constexpr int kAhead = kWgmmaStages<kGroups> - 2;
   const int first_tile = any.begin / keys.kKeys;
   for (int ahead = 0; ahead < kAhead; ++ahead) keys.start(first_tile + ahead);
 
   // The maximum is taken before scores are scaled, so the scale must be positive: q gets its sign.
   const float scale = fabsf(p.args.scale) * kLog2e;
-  load_a<64>(rows.q, HeadRows<const T>(p.args.q, block.q_begin, block.head), first_row, block.q_len,
-             p.args.scale < 0.0f ? kNegatePair : 0u);
-#pragma unroll
-  for (int i = 0; i < 32; ++i) rows.o[i / 4][i % 4] = 0.0f;
+  load_a<kHeadDim>(rows.q, HeadRows<const T>(p.args.q, block.q_begin, block.head), first_row,
+                   block.q_len, p.args.scale < 0.0f ? kNegatePair : 0u);
+  zero(rows.o);
   rows.row_max[0] = rows.row_max[1] = -INFINITY;
   rows.sum[0] = rows.sum[1] = 0.0f;
   const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
@@ -182,13 +192,16 @@ attention_forward_wgmma_kernel(BU_PARAMS Launch p) {
   }
   wgmma_fence_operand(rows.q);
   wgmma_fence_operand(rows.o);
+  const bool behind = kHeadDim == 128 && kGroups == 2 && first_lane(threadIdx.x / 128) == 1;
   for (int tile = first_tile; tile < keys.tiles(); ++tile) {
-    wait_for(tile);
+    if (!behind || tile == first_tile) wait_for(tile);
     const int first_key = tile * keys.kKeys;
-    rows.add_tile(TileOperand<64>::at(base + keys.keys(tile)),
-                  TileOperand<64>::at(base + keys.values(tile)), block.k_len - first_key,
+    rows.add_tile(HeadOperand<>::at(base + keys.keys(tile)),
+                  HeadOperand<>::at(base + keys.values(tile)), block.k_len - first_key,
                   !all.holds(first_key, first_key + keys.kKeys - 1), scale, dropout, first_row,
-                  first_key, bias);
+                  first_key, bias, [&] {
+                    if (behind && tile + 1 < keys.tiles()) wait_for(tile + 1);
+                  });
   }
   wgmma_wait<0>();
   wgmma_fence_operand(rows.o);
@@ -208,7 +221,7 @@ attention_forward_wgmma_kernel(BU_PARAMS Launch p) {
       store_global<float>(lse + row,
                           fma(rows.row_max[half], kBias ? 1.0f : scale, log2f(total)) * kLn2);
   }
-  store_rows<T>(rows.o, factor[0], factor[1], out, first_row, block.q_len, 0);
+  store_head_rows<T>(rows.o, factor[0], factor[1], out, first_row, block.q_len);
 }
 
 }  // namespace bert_unpad

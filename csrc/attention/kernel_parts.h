@@ -186,6 +186,17 @@ BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first
   }
 }
 
+// The same for kColumns columns in tiles of kTileColumns, one after the other.
+template <int kRows, int kThreads, int kColumns, int kTileColumns, class T>
+BU_DEVICE void copy_tiles(uint32_t tile, HeadRows<const T> rows, int first, int end,
+                          uint32_t thread = threadIdx.x BU_SITE) {
+#pragma unroll
+  for (int column = 0; column < kColumns; column += kTileColumns, rows.p += kTileColumns)
+    copy_tile<kRows, kThreads, kTileColumns>(
+        tile + column / kTileColumns * SharedTile<kTileColumns>::bytes(kRows), rows, first, end,
+        thread BU_FROM_SITE);
+}
+
 // Copies a head's keys and values to shared memory in tiles of kTileKeys, for a block of kWarps
 // warps. The next tile, or with more stages one after it, is copied while the current one is used.
 // The kernel waits and synchronises in between,
@@ -198,8 +209,9 @@ BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first
 //
 // so that the barrier of each kernel has its own line, which tests can take out. With more tiles
 // more are on their way; with one more of values than of keys, these stay for one tile longer.
+// A tile's columns lie in one SharedTile, or in several of kTileColumns side by side.
 template <class T, int kHeadDim, int kWarps, int kKeyTiles = 2, int kValueTiles = kKeyTiles,
-          int kTileKeys = 64>
+          int kTileKeys = 64, int kTileColumns = kHeadDim>
 class KeyTiles {
   static constexpr uint32_t kTile = SharedTile<kHeadDim>::bytes(kTileKeys);
   const cuda::AttentionCudaParams& a_;
@@ -223,8 +235,10 @@ class KeyTiles {
       const uint32_t begin = keep_in_register(block_.k_begin);
       const uint32_t thread = keep_in_register(threadIdx.x);
       const HeadRows<const T> k(a_.k, begin, block_.kv_head), v(a_.v, begin, block_.kv_head);
-      copy_tile<kKeys, 32 * kWarps, kHeadDim>(keys(tile), k, tile * kKeys, end_, thread);
-      copy_tile<kKeys, 32 * kWarps, kHeadDim>(values(tile), v, tile * kKeys, end_, thread);
+      copy_tiles<kKeys, 32 * kWarps, kHeadDim, kTileColumns>(keys(tile), k, tile * kKeys, end_,
+                                                             thread);
+      copy_tiles<kKeys, 32 * kWarps, kHeadDim, kTileColumns>(values(tile), v, tile * kKeys, end_,
+                                                             thread);
     }
     copy_async_commit();
   }

@@ -1,5 +1,5 @@
 // Launches of attention's kernels: what attention.cu calls, and the grid that all of them start on.
-// launch_head_dim.h and launch_bias.h define those for 16-bit types, attention_d64_sm90a.cu and
+// launch_head_dim.h and launch_bias.h define those for 16-bit types, launch_wgmma.h and
 // attention_bias_d64_sm90a.cu those with wgmma, attention_fp32.cu those for fp32, position_bias.cu
 // what goes on before and after where there is a position bias.
 #pragma once
@@ -33,9 +33,11 @@ template <int kHeadDim>
 void launch_backward(const AttentionRun& run, FusedShape fused, uint32_t kept_bytes,
                      cudaStream_t stream);
 
-// The same for head dim 64 with wgmma, which needs compute capability 9.0. `fused`: one kernel,
-// which takes neither windows nor grouped heads; otherwise two.
+// The same with wgmma, which needs compute capability 9.0, for head dims 64 and 128. `fused`: one
+// kernel, of head dim 64 alone, which takes neither windows nor grouped heads; otherwise two.
+template <int kHeadDim>
 void launch_wgmma_forward(const AttentionRun& run, cudaStream_t stream);
+template <int kHeadDim>
 void launch_wgmma_backward(const AttentionRun& run, bool fused, cudaStream_t stream);
 
 // With a position bias.
@@ -93,6 +95,13 @@ void dispatch_head_dim(int head_dim, const F& f) {
   if (head_dim == 32) return f.template operator()<32>();
   if (head_dim == 64) return f.template operator()<64>();
   if (head_dim == 96) return f.template operator()<96>();
+  f.template operator()<128>();
+}
+
+// The same of the kernels with wgmma.
+template <class F>
+void dispatch_wgmma_head_dim(int head_dim, const F& f) {
+  if (head_dim == 64) return f.template operator()<64>();
   f.template operator()<128>();
 }
 

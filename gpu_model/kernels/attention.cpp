@@ -8,6 +8,7 @@
 #include "attention/attention_bias_d64_sm90a.cu"
 #include "attention/attention_bias_d96.cu"
 #include "attention/attention_d128.cu"
+#include "attention/attention_d128_sm90a.cu"
 #include "attention/attention_d32.cu"
 #include "attention/attention_d64.cu"
 #include "attention/attention_d64_sm90a.cu"
@@ -67,5 +68,6 @@ BU_EXPORT int attention_wgmma_plan(int64_t sequences, int64_t tokens, int64_t he
         {static_cast<int>(sms), static_cast<uint32_t>(shared_bytes), 90});
     out[1] = bert_unpad::wgmma_backward_groups(k);
     out[2] = bert_unpad::wgmma_backward_bytes(q, k);
+    out[3] = bert_unpad::wgmma_forward_groups(q);
   });
 }

@@ -1,6 +1,6 @@
 """The launches of csrc/attention's kernels with wgmma for a batch, as attention.py has them of the
-others: what attention_d64_sm90a.cu starts on an H100. bf16, head dimension 64, as many heads of
-keys as of queries."""
+others: what launch_wgmma.h starts on an H100. bf16, head dimension 64 or 128, as many heads of keys
+as of queries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpu_model.sm.architectures import Architecture
 from gpu_model.sm.attention import Batch, kernel_name, launch_of, split_stages
 from gpu_model.sm.kernel import Kernel, Stage
 
-TILE = 64 * 64 * 2  # bytes of 64 rows
+TILE = 64 * 64 * 2  # bytes of 64 rows of 64 columns
 HALVES = ("dq", "keys")  # of the backward pass by two kernels
 
 
@@ -23,8 +23,9 @@ def backward_name(groups: int, dropout: bool) -> str:
 
 
 def forward_groups(max_q: int, window: int) -> int:
-    """Warpgroups of a block, as attention_d64_sm90a.cu has them."""
-    return 2 if max_q > 64 and window < 0 else 1
+    """Warpgroups of a block: wgmma_forward_groups of csrc/attention/choice.h, and one with a
+    window."""
+    return 2 if max_q > 192 and window < 0 else 1
 
 
 def backward_groups(max_k: int) -> int:
@@ -40,7 +41,9 @@ def backward_shared(groups: int, longest: int) -> int:
 
 
 def backward_is_fused(batch: Batch, architecture: Architecture) -> bool:
-    """wgmma_backward_is_fused of csrc/attention/choice.h."""
+    """wgmma_backward_is_fused of csrc/attention/choice.h, for head dimension 64; others never."""
+    if batch.head_dim != 64:
+        return False
     longest, sequences, sms = max(batch.lengths, default=0), len(batch.lengths), architecture.sms
     fits = backward_shared(backward_groups(longest), longest) <= architecture.block_shared
     alike = batch.tokens == sequences * longest
@@ -55,12 +58,12 @@ def forward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> 
     for run in batch.runs:
         groups = forward_groups(run[2], batch.window)
         flags = (dropout_p > 0, batch.window >= 0)
-        name = kernel_name("attention_forward_wgmma_kernel", groups, *flags)
-        shared = 2 * TILE * (3 if groups == 1 else 4)
+        name = kernel_name("attention_forward_wgmma_kernel", batch.head_dim, groups, *flags)
+        shared = 2 * TILE * batch.head_dim // 64 * (3 if groups == 1 else 4)
         found.append(
             launch_of(available, batch, dropout_p, name, 128 * groups, shared, run, 64 * groups)
         )
-    return [Stage("forward", found, batch.tokens * batch.heads * (4 * 128 + 4))]
+    return [Stage("forward", found, batch.tokens * batch.heads * (8 * batch.head_dim + 4))]
 
 
 def backward(
@@ -80,11 +83,12 @@ def backward(
 
 def _split_backward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> list[Stage]:
     queries, keys = [], []
+    tiles = 6 * TILE * batch.head_dim // 64
     for found, name, shared in (
-        (queries, "attention_backward_dq_wgmma_kernel", 6 * TILE),
-        (keys, "attention_backward_keys_wgmma_kernel", 6 * TILE + 2 * 1280),
+        (queries, "attention_backward_dq_wgmma_kernel", tiles),
+        (keys, "attention_backward_keys_wgmma_kernel", tiles + 2 * 1280),
     ):
-        mangled = kernel_name(name, dropout_p > 0)
+        mangled = kernel_name(name, batch.head_dim, dropout_p > 0)
         found += [
             launch_of(available, batch, dropout_p, mangled, 128, shared, run, 64)
             for run in batch.runs
@@ -92,21 +96,15 @@ def _split_backward(available: Mapping[str, Kernel], batch: Batch, dropout_p: fl
     return split_stages(batch, queries, keys)
 
 
-def kernel_names() -> list[str]:
+def kernel_names(head_dim: int = 64) -> list[str]:
     """The mangled names of all kernels that these launches may need."""
-    return [
-        name
-        for dropout in (False, True)
-        for groups in (1, 2)
-        for name in (
-            kernel_name("attention_forward_wgmma_kernel", groups, dropout, False),
-            backward_name(groups, dropout),
-        )
-    ] + [
-        name
-        for dropout in (False, True)
-        for name in (
-            kernel_name("attention_forward_wgmma_kernel", 1, dropout, True),
-            *(kernel_name(f"attention_backward_{half}_wgmma_kernel", dropout) for half in HALVES),
-        )
-    ]
+    names = []
+    for dropout in (False, True):
+        for groups, window in ((1, False), (2, False), (1, True)):
+            flags = (head_dim, groups, dropout, window)
+            names.append(kernel_name("attention_forward_wgmma_kernel", *flags))
+        for half in HALVES:
+            names.append(kernel_name(f"attention_backward_{half}_wgmma_kernel", head_dim, dropout))
+        if head_dim == 64:
+            names += [backward_name(groups, dropout) for groups in (1, 2)]
+    return names

@@ -2,6 +2,7 @@
 kernels."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -131,7 +132,8 @@ def test_traces_have_the_products_of_the_lengths(kernels, length, dropout_p):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_traces_of_kernels_with_wgmma_have_the_products_of_the_lengths(kernels, length, dropout_p):
     """Of each warp: 8 instructions for 64 queries and 64 keys forward, 16 and its share of dQ
-    backward, where a warpgroup goes along with the last one's keys; by two kernels 12 and 16."""
+    backward, where a warpgroup goes along with the last one's keys; by two kernels 12 and 16. Twice
+    as many for 128 columns."""
     batch, few = cases.batch_of([length] * 200), cases.batch_of([length], heads=2)
     up = -(-length // 64)
 
@@ -153,9 +155,12 @@ def test_traces_of_kernels_with_wgmma_have_the_products_of_the_lengths(kernels, 
     expected = 4 * groups * passes * up * (16 + share)
     (backward,) = attention_wgmma.backward(kernels, batch, dropout_p, H100)
     assert products(backward) == expected
-    queries, keys = attention_wgmma.backward(kernels, few, dropout_p, H100)
-    assert products(queries, few) == 4 * 12 * up * up
-    assert products(keys, few) == 4 * 16 * up * up
+    for head_dim, batch in ((64, few), (128, replace(few, head_dim=128))):
+        queries, keys = attention_wgmma.backward(kernels, batch, dropout_p, H100)
+        assert products(queries, batch) == head_dim // 64 * 4 * 12 * up * up
+        assert products(keys, batch) == head_dim // 64 * 4 * 16 * up * up
+    (forward,) = attention_wgmma.forward(kernels, batch, dropout_p)
+    assert products(forward, batch) == 2 * 4 * 8 * up * up
 
 
 def test_the_mix_has_the_lengths_of_the_histogram():

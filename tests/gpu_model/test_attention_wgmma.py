@@ -67,13 +67,23 @@ def fences(level: str | None) -> set[str]:
     return {"wgmma_fence"} if level is None else set()
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (70, 0)])
-@pytest.mark.parametrize("queries", [64, 130], ids=["one_warpgroup", "two_warpgroups"])
+@pytest.mark.parametrize(
+    ("queries", "head_dim", "window"),
+    [
+        pytest.param(64, 64, (-1, -1), id="one_warpgroup"),
+        pytest.param(200, 64, (-1, -1), id="two_warpgroups"),
+        pytest.param(130, 64, (70, 0), id="window"),
+        pytest.param(64, 128, (-1, -1), id="one_warpgroup_of_128_columns"),
+        pytest.param(200, 128, (-1, -1), id="two_warpgroups_of_128_columns"),
+        pytest.param(64, 128, (70, 0), id="window_of_128_columns"),
+    ],
+)
 def test_every_barrier_wait_and_fence_is_needed(
-    level: str | None, window: tuple[int, int], queries: int
+    level: str | None, queries: int, head_dim: int, window: tuple[int, int]
 ) -> None:
     torch.manual_seed(derived(9))
-    case = Case([300], [queries], heads=1, window=window)  # more tiles than stages
+    # More tiles than stages.
+    case = Case([300], [queries], heads=1, head_dim=head_dim, window=window)
     inputs = case.inputs(BF16)
     sites = assert_every_site_is_needed(
         model(),
@@ -85,23 +95,25 @@ def test_every_barrier_wait_and_fence_is_needed(
 
 
 @pytest.mark.parametrize(
-    ("keys", "heads", "window", "parts", "sms"),
+    ("keys", "heads", "window", "parts", "sms", "head_dim"),
     [
-        pytest.param(64, 1, (-1, -1), (), FUSED, id="one_warpgroup"),
-        pytest.param(200, 1, (-1, -1), (), FUSED, id="two_warpgroups"),
-        pytest.param(200, 1, (-1, -1), (), SPLIT, id="two_kernels"),
-        pytest.param(200, 1, (100, 90), (), FUSED, id="window"),
-        pytest.param(200, 2, (-1, -1), (), FUSED, id="grouped_heads"),
-        pytest.param(200, 1, (-1, -1), PARTS, FUSED, id="bias"),
+        pytest.param(64, 1, (-1, -1), (), FUSED, 64, id="one_warpgroup"),
+        pytest.param(200, 1, (-1, -1), (), FUSED, 64, id="two_warpgroups"),
+        pytest.param(200, 1, (-1, -1), (), SPLIT, 64, id="two_kernels"),
+        pytest.param(200, 1, (100, 90), (), FUSED, 64, id="window"),
+        pytest.param(200, 2, (-1, -1), (), FUSED, 64, id="grouped_heads"),
+        pytest.param(200, 1, (-1, -1), PARTS, FUSED, 64, id="bias"),
+        pytest.param(200, 1, (-1, -1), (), FUSED, 128, id="128_columns"),
+        pytest.param(200, 2, (100, 90), (), FUSED, 128, id="128_columns_with_a_window"),
     ],
 )
 def test_every_barrier_wait_and_fence_of_the_backward_pass_is_needed(
     on_model: OnTheModel, level: str | None, keys: int, heads: int, window: tuple[int, int],
-    parts: tuple[str, ...], sms: int,
+    parts: tuple[str, ...], sms: int, head_dim: int,
 ) -> None:  # fmt: skip
     torch.manual_seed(derived(10))
     on_model.multiprocessors = sms
-    case = Case([keys], [140], heads=heads, kv_heads=1, window=window, parts=parts)
+    case = Case([keys], [140], heads, 1, head_dim, window, parts=parts)
     case.buckets = random_buckets(20, 6) if parts else None
     inputs, dout = case.inputs(BF16), case.dout(BF16)
     sites = assert_every_site_is_needed(
@@ -113,7 +125,7 @@ def test_every_barrier_wait_and_fence_of_the_backward_pass_is_needed(
     backward = [site for site in sites if "backward" in site.file]
     assert {site.kind for site in backward} == SYNCHRONISATION | fences(level)
     assert ("sync_warp" in {site.kind for site in sites}) == bool(parts)
-    split = sms == SPLIT or heads > 1 or window != (-1, -1) or parts
+    split = sms == SPLIT or heads > 1 or window != (-1, -1) or parts or head_dim == 128
     for file in ("backward_dq_wgmma", "backward_keys_wgmma") if split else ("backward_wgmma",):
         assert {site.kind for site in backward if file in site.file} >= SYNCHRONISATION
 
@@ -130,8 +142,8 @@ def test_reading_beyond_a_buffer_is_caught(
 
 
 def test_which_launches_take_it(on_model: OnTheModel) -> None:
-    """Those with ldmatrix are of the other kernels: on other devices, in other head dims, and of
-    backward passes whose longest sequence has 65 to 128 tokens."""
+    """Those with ldmatrix are of the other kernels: on other devices, in other head dims (of 128
+    with a position bias), and of backward passes whose longest sequence has 65 to 128 tokens."""
 
     def other_kernels(
         backward: bool = False, max_seqlen: int = 5, length: int = 5, queries: int | None = None,
@@ -155,8 +167,11 @@ def test_which_launches_take_it(on_model: OnTheModel) -> None:
     for backward in (False, True):
         for options in ({"window": (1, 1)}, {"heads": 2}, bias):
             assert not other_kernels(backward, **options)
-    for head_dim in (32, 96, 128):
+    for head_dim in (32, 96):
         assert other_kernels(head_dim=head_dim)
+    for backward in (False, True):
+        assert not other_kernels(backward, head_dim=128)
+        assert other_kernels(backward, head_dim=128, **bias)
     assert not other_kernels(backward=True, max_seqlen=5000)
     for length, other in ((64, False), (65, True), (128, True), (129, False)):
         assert other_kernels(backward=True, max_seqlen=length, length=length) == other

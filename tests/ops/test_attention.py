@@ -1,5 +1,6 @@
 """Variable-length attention: values against the reference, dropout masks, and that bits repeat."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -59,6 +60,26 @@ def test_any_head_dim(
     lengths = [33, 0, several_tiles(backend, dtype), 5]
     case = Case(lengths, heads=kernels.heads(4), head_dim=head_dim, p=p)
     compare(case, dtype, backend.device)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case([200, 0, 1, 15, 16, 17, 64, 65, 129]), id="two_warpgroups"),
+        pytest.param(Case([129, 0, 64, 65, 192], scale=-0.3), id="one_warpgroup"),
+        pytest.param(Case([70, 5, 33, 129], [3, 0, 40, 230]), id="queries_and_keys"),
+        pytest.param(Case([200, 3], heads=2, kv_heads=1), id="grouped_heads"),
+        pytest.param(Case([200, 3, 0], window=(20, 70)), id="window"),
+    ],
+)
+@kinds("wgmma_split", dtypes=DTYPES[1:])
+def test_head_dim_128_with_wgmma(
+    backend: Backend, kernels: Kernels, dtype: torch.dtype, case: Case, p: float
+) -> None:
+    torch.manual_seed(derived(12))
+    compare(replace(case, head_dim=128, p=p), dtype, backend.device)
 
 
 @pytest.mark.parametrize("lengths", [[1], [16], [64], [1] * 9, [0, 0, 3]], ids=str)

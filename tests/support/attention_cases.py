@@ -28,7 +28,7 @@ def kinds(*names: str, dtypes: Sequence[torch.dtype] = DTYPES) -> pytest.MarkDec
 
     Args:
         names: of a GPU's kernels: fused and split, with wgmma_ before it for those of Hopper, which
-            take head_dim 64 only. A CPU, and fp32, have one kind.
+            take head_dim 64 and 128. A CPU, and fp32, have one kind.
     """
     cases = []
     for dtype in dtypes:

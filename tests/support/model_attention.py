@@ -95,12 +95,13 @@ def plan(
 
 def wgmma_plan(
     sequences: int, tokens: int, heads: int, max_q: int, max_k: int, sms: int, shared_bytes: int
-) -> tuple[bool, int, int]:
-    """Of the backward pass with wgmma: whether it is fused, warpgroups and bytes of a block."""
-    out = torch.zeros(3, dtype=torch.int64)
+) -> tuple[bool, int, int, int]:
+    """Of the backward pass with wgmma: whether it is fused, warpgroups and bytes of a block; then
+    warpgroups of a block of the forward pass."""
+    out = torch.zeros(4, dtype=torch.int64)
     sizes = (sequences, tokens, heads, max_q, max_k, sms, shared_bytes)
     model().call("attention_wgmma_plan", *sizes, out)
-    return bool(out[0]), int(out[1]), int(out[2])
+    return bool(out[0]), int(out[1]), int(out[2]), int(out[3])
 
 
 def packed(x: Tensor) -> Packed:

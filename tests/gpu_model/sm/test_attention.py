@@ -98,13 +98,16 @@ def test_choices_of_kernels_with_wgmma_are_those_of_the_sources():
     from tests.support import model_attention
 
     for count, heads in ((24, 16), (24, 1), (9, 16), (6, 16), (5, 16)):
-        for longest in (1, 64, 65, 128, 256, 257, 512, 576, 577, 1024, 5000):
+        for longest in (1, 64, 65, 128, 192, 193, 256, 257, 512, 576, 577, 1024, 5000):
             batch = Batch((longest,) * count, heads)
             sizes = (count, batch.tokens, heads, longest, longest, H100.sms, H100.block_shared)
             out = model_attention.wgmma_plan(*sizes)
             groups = attention_wgmma.backward_groups(longest)
             assert out[:2] == (attention_wgmma.backward_is_fused(batch, H100), groups)
             assert out[2] == attention_wgmma.backward_shared(groups, longest)
+            assert out[3] == attention_wgmma.forward_groups(longest, -1)
+            wide = dataclasses.replace(batch, head_dim=128)
+            assert not attention_wgmma.backward_is_fused(wide, H100)
 
 
 def test_launches_of_kernels_with_wgmma():
@@ -129,6 +132,21 @@ def test_launches_of_kernels_with_wgmma():
         launches = [(x.grid[0], x.threads, x.shared) for x in stage.launches]
         assert launches == [(2 * 2 * 5, 128, shared), (2, 128, shared)]
         assert stage.bytes == 450 * 2 * (6 * 128 + 8)
+
+
+def test_launches_of_head_dim_128():
+    kernel = Kernel(function(["EXIT"]), 32, 0, PARAMETERS)
+    available = dict.fromkeys(attention_wgmma.kernel_names(128), kernel)
+    batch = Batch((300, 150), 2, 128, order=(0, 1), groups=((1, 300), (1, 150)))
+    (stage,) = attention_wgmma.forward(available, batch, 0.1)
+    launches = [(x.grid[0], x.threads, x.shared) for x in stage.launches]
+    assert launches == [(2 * 3, 256, 131072), (2 * 3, 128, 98304)]
+    assert stage.bytes == 450 * 2 * (4 * 256 + 4)
+    stages = attention_wgmma.backward(available, batch, 0.0, dataclasses.replace(H100, sms=1))
+    for stage, shared in zip(stages, (98304, 100864), strict=True):
+        launches = [(x.grid[0], x.threads, x.shared) for x in stage.launches]
+        assert launches == [(2 * 5, 128, shared), (2 * 3, 128, shared)]
+        assert stage.bytes == 450 * 2 * (6 * 256 + 8)
 
 
 def test_windows_go_to_kernels_of_one_warpgroup_with_kinds_by_place():
