@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_model.ptx.interpreter import Program, core, program_of
+from gpu_model.ptx.interpreter import Program, core, program_of, set_timing
 
 POLICIES = ("in_order", "uniform", "warp_first")
 # The compute capability for which compiled kernels run in the place of sources.
@@ -66,6 +66,7 @@ class Model:
     def __init__(self, library: ctypes.CDLL):
         self.library = library
         self._chosen: Program | None = None  # by `running`
+        self._timing = "seeded"
         library.bu_last_error.restype = ctypes.c_char_p
         library.bu_sites.restype = ctypes.c_char_p
         library.bu_configure.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
@@ -73,9 +74,17 @@ class Model:
         library.bu_ignore_site.argtypes = [ctypes.c_char_p, ctypes.c_uint]
         library.bu_use_compiled.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 
-    def configure(self, policy: str = "in_order", seed: int = 0, races: bool = True) -> None:
+    def configure(
+        self,
+        policy: str = "in_order",
+        seed: int = 0,
+        races: bool = True,
+        timing: str = "seeded",
+    ) -> None:
         """Sets which thread goes on when one waits (POLICIES; block.h says what they mean), the
-        seed of every choice, and whether shared memory is checked for races."""
+        seed of every choice, whether shared memory is checked for races, and when compiled
+        kernels' asynchronous work is done (TIMINGS of ptx/interpreter.py)."""
+        self._timing = timing
         self.library.bu_configure(POLICIES.index(policy), seed, races)
 
     def set_device(self, capability: tuple[int, int] = (8, 0), multiprocessors: int = 4) -> None:
@@ -121,6 +130,8 @@ class Model:
         if program is None and _arch is not None:
             program = program_of(self.library.source, _arch)
         # Every time: other Models may share the library.
+        if program is not None:
+            set_timing(self._timing)
         run = None if program is None else ctypes.cast(core().ptx_run, ctypes.c_void_p)
         self.library.bu_use_compiled(run, None if program is None else program.handle)
 

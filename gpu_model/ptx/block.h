@@ -26,6 +26,11 @@ using block_model::Buffers;
 using block_model::CompiledLaunch;
 using block_model::Policy;
 
+// When asynchronous copies land and wgmma writes its sums: when the seed says, or late: at the wait
+// for them, bulk copies when nothing else can go on; until then destination and sums are NaN.
+// kUnchecked: late, and only that NaN shows what is used too early; races are no fault either.
+enum class Timing : uint8_t { kSeeded, kLate, kUnchecked };
+
 inline std::string triple(uint64_t x, uint64_t y, uint64_t z) {
   return "(" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + ")";
 }
@@ -39,6 +44,7 @@ struct Block {
 
   const Kernel* kernel = nullptr;
   const CompiledLaunch* launch = nullptr;
+  Timing timing = Timing::kSeeded;
   Buffers* constants = nullptr;  // the module's own data in global memory
   std::vector<unsigned char> parameters;
   unsigned index[3] = {};
@@ -56,6 +62,11 @@ struct Block {
   // A warp comes to a barrier of `threads` threads, 0: of all; it may go on at once if it only
   // arrives.
   void arrive(Warp& warp, const Instruction& i, uint32_t number, uint32_t threads, bool waits);
+
+  bool is_late() const { return timing != Timing::kSeeded; }
+  bool is_checked() const { return timing != Timing::kUnchecked; }
+  // Whether something happens early, where that is open.
+  bool draw_early() { return !is_late() && (random.next() & 1) != 0; }
 
   // Lets warps that wait for something go on, after which they look again.
   void wake(Warp::State waiting);
@@ -117,6 +128,13 @@ inline void Warp::fail(uint32_t at, int lane, const std::string& text) const {
                            block->where(at) + ", kernel " + kernel->name + ": " + text);
 }
 
+inline void Warp::note_uses(const Instruction& i, uint32_t lanes) {
+  const auto at = static_cast<uint32_t>(&i - kernel->code.data());
+  for (uint32_t n = i.uses_begin; n < i.uses_end; ++n)
+    if (!wgmma_registers.touch(kernel->uses[n], at) && block->is_checked())
+      fail_in_flight(i, lanes, kernel->uses[n]);
+}
+
 inline void Warp::fail_in_flight(const Instruction& i, uint32_t lanes, uint32_t number) const {
   fail(i, lanes,
        "uses register " + kernel->wgmma_registers[number].name + " of the wgmma at " +
@@ -126,6 +144,7 @@ inline void Warp::fail_in_flight(const Instruction& i, uint32_t lanes, uint32_t 
 
 inline void Warp::finish_asynchronous(uint32_t lanes) {
   block->pending.finish_copies(*block, id, lanes);
+  if (!block->is_checked()) return;
   for (const PendingCopy& copy : copies)
     if ((lanes >> copy.lane & 1) != 0)
       fail(copy.pc, static_cast<int>(copy.lane), "an asynchronous copy is never waited for");
@@ -158,6 +177,7 @@ inline void Block::run() {
   const uint32_t groups = kernel->wgmma.empty() ? 0 : count / Warpgroup::kWarps;
   clocks.reset(count, groups);
   shared.reset(kernel->static_shared_bytes + launch->shared_bytes, kernel->grain, clocks);
+  shared.early_use = !is_checked();
   warps.resize(count);
   warpgroups.assign(groups, Warpgroup{});
   mbarriers.reset();
@@ -203,7 +223,7 @@ inline void Block::run() {
     }
   mbarriers.for_each([&](uint32_t, const MBarrier& barrier) {
     const Accessor& by = barrier.copy_by;
-    if (barrier.has_unseen_copy())
+    if (barrier.has_unseen_copy() && is_checked())
       warps[by.warp].fail(by.pc, static_cast<int>(by.lane), "a bulk copy is never waited for");
   });
 }

@@ -46,6 +46,8 @@ std::vector<unsigned char> parameters_of(const Kernel& kernel, const CompiledLau
   return bytes;
 }
 
+Timing timing = Timing::kSeeded;  // of all launches
+
 // Blocks run one after the other, in an order that depends on the seed, as a GPU promises none.
 void run_grid(Program& program, const CompiledLaunch& launch) {
   const std::string name = launch.entry != nullptr ? launch.entry : symbol_name(launch.kernel);
@@ -58,10 +60,11 @@ void run_grid(Program& program, const CompiledLaunch& launch) {
   static Block block;  // its memory is used again
   block.kernel = kernel;
   block.launch = &launch;
+  block.timing = timing;
   block.constants = &module->constants();
   block.parameters = parameters_of(*kernel, launch);
   block.random = block_model::Random(launch.seed);
-  block.shared.races = launch.races;
+  block.shared.races = launch.races && block.is_checked();
   static GlobalAccesses accesses;
   accesses.begin(kernel->global_grain);
   const unsigned* grid = launch.grid;
@@ -129,6 +132,10 @@ BU_EXPORT const char* ptx_kernels(void* program) {
 BU_EXPORT const char* ptx_decode(void* program, const char* name) {
   auto& p = *static_cast<Program*>(program);
   return bert_unpad::ptx::guarded(p, [&] { bert_unpad::ptx::find_kernel(p, name); });
+}
+
+BU_EXPORT void ptx_set_timing(int value) {
+  bert_unpad::ptx::timing = static_cast<bert_unpad::ptx::Timing>(value);
 }
 
 // RunCompiled of gpu_model/block/compiled.h.

@@ -17,6 +17,9 @@ from gpu_model.ptx import compiler
 # an addition stay two roundings.
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
+# When asynchronous copies land and wgmma writes its sums: Timing of ptx/block.h.
+TIMINGS = ("seeded", "late", "unchecked")
+
 
 @cache
 def core() -> ctypes.CDLL:
@@ -89,6 +92,7 @@ class Program:
         shared_bytes: int = 0,
         policy: int = 0,
         seed: int = 0,
+        timing: str = "seeded",
         read_only: Sequence[Tensor] = (),
     ) -> None:
         """Runs a kernel that has no launcher.
@@ -99,6 +103,7 @@ class Program:
             shared_bytes: of dynamic shared memory.
             policy: which warp goes on (0, 1, 2: POLICIES of block_model.py).
             seed: of every choice.
+            timing: one of TIMINGS.
             read_only: the tensors that the kernel must not write.
 
         Raises:
@@ -117,6 +122,7 @@ class Program:
         settings = LaunchSettings(
             tuple(grid), tuple(block), shared_bytes, pointers, sizes, len(values), policy, seed
         )
+        set_timing(timing)
         _check(library.ptx_launch(self.handle, kernel.encode(), ctypes.byref(settings)))
 
 
@@ -133,6 +139,11 @@ def program_of(library_source: Path, arch: str) -> Program | None:
         texts = list(pool.map(partial(compiler.ptx, arch=arch), sources))
     names = [f"{source.stem}.ptx" for source in sources]
     return Program(dict(zip(names, texts, strict=True))) if texts else None
+
+
+def set_timing(timing: str) -> None:
+    """Of all launches that follow; one of TIMINGS."""
+    core().ptx_set_timing(TIMINGS.index(timing))
 
 
 def _check(error: bytes | None) -> None:

@@ -12,7 +12,7 @@
 namespace bert_unpad::ptx {
 
 inline void PendingWork::add(Block& block, PendingTask task) {
-  task.early = (block.random.next() & 1) != 0;
+  task.early = block.draw_early();
   has_early_ |= task.early;
   tasks_.push_back(std::move(task));
 }
@@ -103,10 +103,10 @@ inline void copy_bulk(Warp& w, const Instruction& i, uint32_t lanes) {
     task.bytes = bytes;
     const auto* from = reinterpret_cast<const unsigned char*>(source);
     std::memset(block.shared.data(task.offset), 0xff, bytes);
-    if ((block.random.next() & 1) != 0)
-      task.source = from;
-    else
+    if (block.draw_early())
       task.data.assign(from, from + bytes);
+    else
+      task.source = from;
     block.pending.add(block, std::move(task));
   });
 }

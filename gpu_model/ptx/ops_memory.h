@@ -244,7 +244,7 @@ inline void decode_cvta(Decoder& d, Statement& s, Instruction& i) {
   };
 }
 
-// A copy may read its source at once or as late as it lands; the seed decides.
+// A copy may read its source at once or as late as it lands.
 inline void copy_async(Warp& w, const Instruction& i, uint32_t lanes) {
   const uint32_t bytes = i.bytes;
   for_lanes(lanes, [&](int l) {
@@ -262,21 +262,22 @@ inline void copy_async(Warp& w, const Instruction& i, uint32_t lanes) {
     unsigned char* to = shared_bytes(w, i, address_of(w, i, l), bytes, l, Access::kCopy);
     PendingCopy copy{static_cast<uint32_t>(to - w.block->shared.data(0)),
                      bytes,
+                     filled,
                      static_cast<uint32_t>(l),
                      w.copy_groups[l],
                      accessor(w, i, l).pc,
                      w.copy_count++,
                      nullptr,
-                     {}};
+                     {}};  // zeros
     std::memset(to, 0xff, bytes);
     if (filled > 0) {
       // Of a part only what is read has to lie in a buffer.
       const void* from = global_bytes(w, i, source, filled == bytes ? bytes : 1, l, Access::kCopy);
       if (filled < bytes) global_bytes(w, i, source + filled - 1, 1, l, Access::kCopy);
-      if (filled == bytes && (w.block->random.next() & 1) != 0)
-        copy.source = from;
-      else
+      if (w.block->draw_early())
         std::memcpy(copy.data, from, filled);
+      else
+        copy.source = from;
     }
     w.copies.push_back(copy);
   });
@@ -284,8 +285,8 @@ inline void copy_async(Warp& w, const Instruction& i, uint32_t lanes) {
 
 inline void land_copy(Warp& w, const PendingCopy& copy) {
   SharedMemory& shared = w.block->shared;
-  std::memcpy(shared.data(copy.offset), copy.source != nullptr ? copy.source : copy.data,
-              copy.bytes);
+  std::memcpy(shared.data(copy.offset), copy.data, copy.bytes);
+  if (copy.source != nullptr) std::memcpy(shared.data(copy.offset), copy.source, copy.filled);
   shared.land_copy(copy.offset, copy.bytes, {w.id, copy.lane, false, copy.pc});
 }
 

@@ -60,7 +60,8 @@ void multiply(Block& block, uint32_t first_warp, const WgmmaOperation& o) {
   static float b[kWgmmaDepth][kMaxColumns];
   gather<T, true, kMaxColumns>(block, o.b, form.b_k_major, 0, form.columns, b[0]);
   for (uint32_t warp = 0; warp < Warpgroup::kWarps; ++warp) {
-    unsigned char* const file = block.warps[first_warp + warp].file;
+    Warp& w = block.warps[first_warp + warp];
+    unsigned char* const file = w.file;
     const auto offset = [&](uint32_t number) { return kernel.wgmma_registers[number].offset; };
     float a[kWarpRows][kWgmmaDepth], sums[kMaxColumns];
     if (form.a_in_registers) {
@@ -77,7 +78,9 @@ void multiply(Block& block, uint32_t first_warp, const WgmmaOperation& o) {
     for (uint32_t row = 0; row < kWarpRows; ++row) {
       const auto place = [&](uint32_t column) -> float& {
         const uint32_t number = form.sums[4 * (column / 8) + 2 * (row / 8) + column % 2];
-        return reinterpret_cast<float*>(file + offset(number))[4 * (row % 8) + column % 8 / 2];
+        float* const lanes = block.is_late() ? &w.late_sums[size_t{number} * kLanes]
+                                             : reinterpret_cast<float*>(file + offset(number));
+        return lanes[4 * (row % 8) + column % 8 / 2];
       };
       for (uint32_t n = 0; n < form.columns; ++n) sums[n] = o.adds ? place(n) : 0;
       for (uint32_t k = 0; k < kWgmmaDepth; ++k) {
@@ -142,6 +145,23 @@ inline void check_operands(Warp& w, const Instruction& i, const WgmmaOperation& 
   for_pieces_of_b(o, check);
 }
 
+// Of late products: takes sums out of a warp's registers where the first wgmma begins that adds to
+// them, and puts them back where the last one has been waited for.
+inline void take_sums(Warp& w, const WgmmaForm& form) {
+  for (const uint32_t number : form.sums) {
+    if (w.wgmma_registers.flights(number) != 1) continue;
+    unsigned char* const lanes = w.file + w.kernel->wgmma_registers[number].offset;
+    std::memcpy(&w.late_sums[size_t{number} * kLanes], lanes, kLanes * sizeof(float));
+    std::memset(lanes, 0xff, kLanes * sizeof(float));
+  }
+}
+inline void give_sums(Warp& w, const WgmmaForm& form) {
+  for (const uint32_t number : form.sums)
+    if (w.wgmma_registers.flights(number) == 0)
+      std::memcpy(w.file + w.kernel->wgmma_registers[number].offset,
+                  &w.late_sums[size_t{number} * kLanes], kLanes * sizeof(float));
+}
+
 inline void wgmma(Warp& w, const Instruction& i, uint32_t lanes) {
   Block& block = *w.block;
   const WgmmaForm& form = w.kernel->wgmma[static_cast<size_t>(i.immediate)];
@@ -156,6 +176,7 @@ inline void wgmma(Warp& w, const Instruction& i, uint32_t lanes) {
     w.fail(i, lanes,
            "wgmma uses register " + w.kernel->wgmma_registers[number].name + " after a " + problem +
                ", at " + block.where(other));
+  if (block.is_late()) take_sums(w, form);
   check_operands(w, i, operation);
   ++block.launch->statistics->collectives;
   const uint32_t warp = w.id % Warpgroup::kWarps;
@@ -165,8 +186,7 @@ inline void wgmma(Warp& w, const Instruction& i, uint32_t lanes) {
   if (std::popcount(own.issued) == 1) for_pieces_of_b(own, hold);
   if (std::popcount(own.issued) != Warpgroup::kWarps) return;
   block.launch->statistics->mma += 4 * form.columns / 8;
-  if ((block.random.next() & 1) != 0)
-    do_operations(block, w.id / Warpgroup::kWarps, group.issued(warp));
+  if (block.draw_early()) do_operations(block, w.id / Warpgroup::kWarps, group.issued(warp));
   block.wake(Warp::State::kAtWarpgroup);
 }
 
@@ -190,6 +210,7 @@ inline void wgmma_wait(Warp& w, const Instruction& i, uint32_t lanes) {
   const uint32_t actor = block.clocks.group(number);
   group.wait(warp, end, [&](WgmmaOperation& o, uint64_t at) {
     w.wgmma_registers.finish(*o.form);
+    if (block.is_late()) give_sums(w, *o.form);
     if (std::exchange(o.waited_for, true)) return;
     const auto let_go = [&](uint32_t piece) {
       block.shared.let_go(piece, actor, static_cast<uint32_t>(at) + 1, o.pc);

@@ -23,6 +23,7 @@ namespace bert_unpad::ptx {
 class SharedMemory {
  public:
   bool races = true;
+  bool early_use = false;  // of a copy's destination before the wait is allowed
 
   void reset(uint32_t bytes, uint32_t grain, const Clocks& clocks) {
     bytes_ = bytes;
@@ -71,6 +72,7 @@ class SharedMemory {
   Conflict read(uint32_t offset, uint32_t bytes, const Accessor& by) {
     for (uint32_t unit = offset / grain_; unit < (offset + bytes) / grain_; ++unit) {
       const Write& write = writes_[unit];
+      if (is_early(write)) continue;
       if (write.state != kWritten) return not_written(unit);
       if (!races) continue;
       if (!ordered(write, by)) return {Problem::kWritten, write.by(), unit * grain_};
@@ -86,6 +88,7 @@ class SharedMemory {
   Conflict read_later(uint32_t offset, uint32_t bytes, const Accessor& by) const {
     for (uint32_t unit = offset / grain_; unit < (offset + bytes) / grain_; ++unit) {
       const Write& write = writes_[unit];
+      if (is_early(write)) continue;
       if (write.state != kWritten) return not_written(unit);
       if (!races) continue;
       if (!ordered(write, by)) return {Problem::kWritten, write.by(), unit * grain_};
@@ -188,6 +191,7 @@ class SharedMemory {
     return {what, write.by(), unit * grain_};
   }
 
+  bool is_early(const Write& write) const { return early_use && write.state == kPending; }
   bool ordered(const Write& write, const Accessor& by) const {
     return clocks_->before(by, write.actor, write.lane, false, write.clock);
   }
@@ -225,8 +229,9 @@ class SharedMemory {
     if (atomic && atomics_.empty()) atomics_.resize(writes_.size() * clocks_->warps());
     for (uint32_t unit = offset / grain_; unit < (offset + bytes) / grain_; ++unit) {
       Write& write = writes_[unit];
-      if (write.state == kPending || write.state == kBarrier) return not_written(unit);
-      if (races) {
+      if ((write.state == kPending && !early_use) || write.state == kBarrier)
+        return not_written(unit);
+      if (races && !is_early(write)) {
         if (write.state != kEmpty && !ordered(write, by))
           return {Problem::kWritten, write.by(), unit * grain_};
         if (held_ != 0 && holds_[unit * grain_ / kPiece].count != 0)

@@ -21,8 +21,8 @@ struct Block;
 
 // Asynchronous copy of a lane that has not landed.
 struct PendingCopy {
-  uint32_t offset, bytes, lane, group, pc;
-  uint64_t number;  // of the warp's copies
+  uint32_t offset, bytes, filled, lane, group, pc;  // zeros follow what is filled
+  uint64_t number;                                  // of the warp's copies
   // Where the data still has to be read from; null if `data` has it.
   const void* source;
   unsigned char data[16];
@@ -51,6 +51,8 @@ struct Warp {
   uint32_t copy_groups[kLanes] = {};     // committed so far
   uint64_t copy_count = 0;
   WgmmaRegisters wgmma_registers;
+  // [of Kernel::wgmma_registers, lane]: sums that are in flight, where products are late.
+  std::vector<float> late_sums;
   std::vector<unsigned char> local;  // [lane, local bytes]
 
   void start(Block* its_block, const Kernel& k, uint32_t number, uint32_t lanes);
@@ -115,6 +117,7 @@ inline void Warp::start(Block* its_block, const Kernel& k, uint32_t number, uint
   copies.clear();
   copy_count = 0;
   wgmma_registers.reset(k.wgmma_registers.size());
+  late_sums.resize(k.wgmma_registers.size() * kLanes);
   std::fill(std::begin(copy_groups), std::end(copy_groups), 0);
   memory.resize(k.image.size() + 64);
   file = memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) & 63);
@@ -149,12 +152,6 @@ inline uint64_t Warp::run(uint64_t instructions) {
     if (state != State::kReady) return instructions - 1;
   }
   return 0;
-}
-
-inline void Warp::note_uses(const Instruction& i, uint32_t lanes) {
-  const auto at = static_cast<uint32_t>(&i - kernel->code.data());
-  for (uint32_t n = i.uses_begin; n < i.uses_end; ++n)
-    if (!wgmma_registers.touch(kernel->uses[n], at)) fail_in_flight(i, lanes, kernel->uses[n]);
 }
 
 inline void Warp::regroup() {

@@ -28,6 +28,8 @@ class WgmmaRegisters {
     r.last_pc = pc;
     return true;
   }
+  // How many wgmma in flight use a register.
+  uint32_t flights(uint32_t number) const { return registers_[number].flights; }
   uint32_t flight_pc(uint32_t number) const { return registers_[number].flight_pc; }
 
   void fence() {

@@ -1,5 +1,7 @@
 """The PTX interpreter's mbarriers, bulk copies, and copies that arrive at mbarriers."""
 
+import re
+
 import pytest
 import torch
 
@@ -113,6 +115,28 @@ STORE = "st.shared.u32 [%r1+1024], 1;\n"
 def test_mistakes_with_bulk_copies_are_found(before, after, message):
     assert COPY.count(before) == 1
     fails(COPY.replace(before, after), message, NUMBERS, OUT)
+
+
+def test_threads_that_look_only_once_pass_where_copies_land_early_but_not_late():
+    """After a barrier, at which an early copy lands."""
+    looks_once = "bar.sync 0;\n" + wait(0).replace("@!%q2 bra AGAIN;", "")
+    kernel = program(PLACE + ONE + COPY.replace(wait(0), looks_once), 2, shared=SHARED)
+
+    def faults(timing: str) -> list[str]:
+        found = []
+        for policy in POLICIES:
+            for seed in range(16):
+                try:
+                    kernel.launch("test", aligned(NUMBERS), aligned(OUT), block=(64, 1, 1),
+                                  policy=policy, seed=seed, timing=timing)  # fmt: skip
+                except RuntimeError as error:
+                    found.append(str(error))
+        return found
+
+    assert len(faults("seeded")) < 48
+    late = faults("late")
+    assert len(late) == 48
+    assert all(re.search(NOT_SEEN, error) for error in late)
 
 
 def test_memory_that_threads_wrote_may_be_copied_over_behind_a_fence():

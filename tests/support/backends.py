@@ -73,14 +73,15 @@ def on_the_model(model: Callable[[], Model]) -> Callable[[Callable], Callable]:
 class OnTheModel(TorchDispatchMode):
     """Within it operators of `bert_unpad` run their CUDA kernels on the model of a block.
 
-    Policy, seed and the number of multiprocessors are drawn, and may be set, as may the compute
-    capability.
+    Policy, seed, the number of multiprocessors, and whether compiled kernels' copies and products
+    are late, are drawn, and may be set, as may the compute capability.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.policy = random.choice(POLICIES)
         self.seed = random.randrange(1000)
+        self.timing = random.choice(("seeded", "late"))
         self.multiprocessors = random.choice((1, 2, 3))
         self.capability = (8, 0)
         self.enabled = True
@@ -90,7 +91,7 @@ class OnTheModel(TorchDispatchMode):
             return function(*args, **(kwargs or {}))
         model, run = _operators[function._schema.name.partition("::")[2]]
         kernels = model()
-        kernels.configure(self.policy, self.seed)
+        kernels.configure(self.policy, self.seed, timing=self.timing)
         kernels.set_device(self.capability, self.multiprocessors)
         return run(*args, **(kwargs or {}))
 
@@ -146,11 +147,12 @@ class Backend:
     def schedules(self) -> Iterator[None]:
         """Yields within each of several orders in which threads or blocks may run.
 
-        On a CPU with 1, 2 and 3 threads, on the models with each policy, on a GPU six times.
+        On a CPU with 1, 2 and 3 threads, on the models with each policy, as the seed says and late,
+        on a GPU six times.
         """
         if self._model is not None:
             for policy in POLICIES:
-                for self._model.seed in range(2):
+                for self._model.seed, self._model.timing in enumerate(("seeded", "late")):
                     self._model.policy = policy
                     yield
         elif self.name == "cpu":
