@@ -45,7 +45,8 @@ from bert_unpad.pretrain.parallel import Way
 
 WORKER = "--worker"
 CLIP = {"clip.mode": "bucket", "clip.policy": "adaptive"}
-OVERLAP = CLIP | {"comm.bucket_mb": 2}
+SMALL = {"comm.bucket_mb": 2}
+OVERLAP = CLIP | SMALL
 BF16 = {"clip.wire_dtype": "bf16", "clip.error_feedback": "true"}
 LOCAL = {"comm.hook": "post_local_sgd", "comm.local_sgd_group": 1}
 ALONE = "no exchange"
@@ -70,6 +71,10 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "GradientFlow": OVERLAP | {"comm.hook": "gradient_flow"},
     AUTO: OVERLAP | {"comm.hook": "auto", "comm.guarantee": "any"},
     "sharded overlap": OVERLAP | {"optimizer.shard": "overlap", "optimizer.name": "fused_adam"},
+    # The cost of clipping, beside "+ bucket overlap" and "+ bf16".
+    "clip.mode none": {"clip.mode": "none"} | SMALL,
+    "clip.mode after": {"clip.mode": "after"} | SMALL,
+    "clip.mode before": {"clip.mode": "before"},
 }
 CHOOSES = 8  # times as many updates until `auto` has chosen
 SENT = 8  # place of the sent bytes behind a device's name in /proc/net/dev

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 
 from benchmarks.lib.report import (
@@ -17,6 +16,10 @@ from benchmarks.lib.report import (
     source,
     table,
 )
+
+NOT_CLIPPED = "clip.mode none"
+# Contenders of benchmarks.cluster whose names say something else than how they clip.
+CLIPPED = {"+ bucket overlap": "clip.mode bucket", "+ bf16": "clip.mode bucket, bf16"}
 
 
 def balance() -> str:
@@ -112,31 +115,31 @@ def _exchange(found: dict) -> list[str]:
 
 
 def clipping_time() -> str:
-    found = read("comm")
+    """Ways of clipping: seconds of an update on slow links."""
+    found = read("clipping")
     if found is None:
         return ""
-    said, rows = [], []
+    rows = []
     for link in found["links"]:
-        said.append(re.sub(r"--rate \S+", f"--rate {link['link']}", found["command"]))
-        for x in link["results"]:
-            row = [link["link"], x["contender"], f"{1e3 * x['seconds']:.0f}"]
-            rows.append([*row, f"{x['to_none']:.2f}", between(x["to_none_range"])])
-    setup = found["links"][0]
-    more = [line for line in dict.fromkeys(said) if line != found["command"]]
+        seconds = {x["contender"]: x["step_seconds_of_rounds"] for x in link["results"]}
+        for name, mine in seconds.items():
+            ratios = [a / b for a, b in zip(mine, seconds[NOT_CLIPPED], strict=True)]
+            shown = f"`{CLIPPED.get(name, name)}`"
+            row = [link["rate"], shown, f"{statistics.median(mine):.3f}", between(mine, 3)]
+            rows.append([*row, f"{statistics.median(ratios):.2f}", between(ratios)])
     return section(
         "Clipping: what it costs on a slow link",
-        f"Two processes in network namespaces, joined by a link of that rate; "
-        f"{setup['parameters'] / 1e6:.1f} million parameters in {setup['buckets']} buckets, "
-        f"{count(setup['rounds'], 'round')} in turns. The names are those of `clip.mode`, and of "
-        "the type on the wire where there is one. `times none` is the median of the rounds' "
-        "ratios.",
-        source("comm", found, *more),
+        f"Two hosts, as [below](#hosts-on-slow-links), {found['batch']} sequences of both in an "
+        "update, buckets of 2 MiB (`before` has one), seconds of an update, median of "
+        f"{count(found['rounds'], 'round')} in turns. `times none` is the median of the rounds' "
+        "ratios. Other programs ran beside it (load average "
+        f"{found['load_average_before']:.1f} on {found['machine']['cores']} cores before).",
+        source("clipping", found),
         table(
-            ["link", "", "ms of a step, median", "times `none`", "least and greatest"],
+            ["link", "", "s", "range of rounds", "times `none`", "least and greatest"],
             rows,
             text_columns=2,
         ),
-        figures("comm_*"),
     )
 
 
