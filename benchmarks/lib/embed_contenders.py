@@ -17,6 +17,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,14 +36,15 @@ from bert_unpad.hf.flash import NAME as FLASH
 TORCH, COMPILED, OURS, STRING = "torch", "torch.compile", "hf.unpad", FLASH
 FROZEN = "hf.freeze"
 ONNX, OPENVINO, ESM_CPP = "ONNX Runtime", "OpenVINO", "esm-cpp"
-ONNX_8BIT, OPENVINO_8BIT, OURS_8BIT, FROZEN_8BIT = (
-    f"{name}, 8 bits" for name in (ONNX, OPENVINO, OURS, FROZEN)
+ONNX_8BIT, OPENVINO_8BIT, ESM_CPP_8BIT, OURS_8BIT, FROZEN_8BIT = (
+    f"{name}, 8 bits" for name in (ONNX, OPENVINO, ESM_CPP, OURS, FROZEN)
 )
 FROZEN_BF16 = f"{FROZEN}, bf16"
-NOT_EXACT = (ONNX_8BIT, OPENVINO_8BIT, OURS_8BIT, FROZEN_8BIT, FROZEN_BF16)
+NOT_EXACT = (ONNX_8BIT, OPENVINO_8BIT, ESM_CPP_8BIT, OURS_8BIT, FROZEN_8BIT, FROZEN_BF16)
 PACKAGES = {
     **{ONNX: "onnxruntime", ONNX_8BIT: "onnxruntime"},
-    **{OPENVINO: "openvino", OPENVINO_8BIT: "nncf", ESM_CPP: "esm_cpp"},
+    **{OPENVINO: "openvino", OPENVINO_8BIT: "nncf"},
+    **{ESM_CPP: "esm_cpp", ESM_CPP_8BIT: "esm_cpp"},
 }
 
 # What a contender computes of all texts: [texts, hidden], [pairs], or logits [tokens, vocabulary]
@@ -319,7 +321,7 @@ def _openvino_graph(model: Any, build: Build) -> Encode:
     return on_graph(build, lambda inputs: graph(inputs, share_inputs=True)[0])
 
 
-def esm_cpp(build: Build) -> Encode:
+def esm_cpp(build: Build, in_8_bits: bool = False) -> Encode:
     """It reads ESM-2's files, with a rotary table for each layer as earlier checkpoints have it."""
     os.environ["ESM_NUM_THREADS"] = str(build.threads)  # read when the first model is loaded
     import esm_cpp
@@ -335,6 +337,8 @@ def esm_cpp(build: Build) -> Encode:
     path = build.folder / "esm_cpp.safetensors"
     save_file(tensors, path)
     engine = esm_cpp.Model.load_from_safetensors(str(path))
+    if in_8_bits:
+        engine.quantize_weights()
     return lambda proteins: engine.forward_scheduled([ids.astype(np.int32) for ids in proteins])
 
 
@@ -346,6 +350,7 @@ CONTENDERS: dict[str, Callable[[Build], Encode]] = {
     OPENVINO: openvino,
     OPENVINO_8BIT: openvino_8bit,
     ESM_CPP: esm_cpp,
+    ESM_CPP_8BIT: partial(esm_cpp, in_8_bits=True),
     STRING: by_string,
     OURS: unpadded,
     OURS_8BIT: unpadded_8bit,
@@ -379,7 +384,7 @@ def contenders(
         build = Build(shape, Path(folder), threads)
         save(build.folder)
         for name, make in CONTENDERS.items():
-            if name == ESM_CPP and shape.family != "Esm":
+            if name in (ESM_CPP, ESM_CPP_8BIT) and shape.family != "Esm":
                 continue
             package = PACKAGES.get(name)
             if package and not importlib.util.find_spec(package):
