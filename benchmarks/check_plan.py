@@ -83,7 +83,7 @@ class Contender:
     ) -> None:
         torch.manual_seed(0)
         model = BertForPreTraining(workload.config).train()
-        self.replica = make_replica(model, compression, bucket_mb=bucket_mb, node_size=node_size)
+        self.replica, _ = make_replica(model, compression, bucket_mb=bucket_mb, node_size=node_size)
         self.optimizer = build_optimizer(model, OptimizerConfig(name=workload.optimizer, lr=1e-5))
 
     def update(self, passes: list) -> None:

@@ -9,8 +9,9 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bert_unpad.costs.network import Link
 from bert_unpad.costs.timing import random_inputs, run_pass
 from bert_unpad.costs.workload import Workload
+from bert_unpad.distributed import BucketClip
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.pretrain.config import ClipConfig, CommConfig, OptimizerConfig
 from bert_unpad.pretrain.gradients.clipping import clip_gradients_, make_bucket_clip
@@ -134,6 +136,8 @@ class CompressionTimer:
         model: copied.
         compression: none, bf16 or power_sgd.
         alone: the group of this rank alone.
+        clip: how buckets are clipped; by default they are not.
+        bucket_mb: limit of a bucket in MiB, see `make_replica`.
     """
 
     def __init__(
@@ -142,21 +146,25 @@ class CompressionTimer:
         model: EncoderForPreTraining,
         compression: str,
         alone: dist.ProcessGroup,
+        clip: ClipConfig | None = None,
+        bucket_mb: float | None = None,
     ) -> None:
         self._device = next(model.parameters()).device
-        self._replica = make_replica(copy.deepcopy(model), compression, alone)
+        self._replica, self._bucket = make_replica(
+            copy.deepcopy(model), compression, alone, bucket_mb, clip=clip
+        )
         # A short batch: only the difference counts.
         lengths = [min(workload.longest, 8)]
         self._inputs = random_inputs(workload.config, lengths).to(self._device)
         self._dtype = dtype_of(workload)
         self._synced: list[float] = []
         self._bare: list[float] = []
-        self._run()  # loads what is loaded lazily
+        self._sync()  # loads what is loaded lazily
 
     def sample(self) -> float:
         """Times a pass with the sync and one without; returns their seconds together."""
         self._replica.zero_grad()
-        self._synced.append(time_together(self._run, self._device))
+        self._synced.append(time_together(self._sync, self._device))
         self._replica.zero_grad()
         with self._replica.no_sync():
             self._bare.append(time_together(self._run, self._device))
@@ -168,6 +176,11 @@ class CompressionTimer:
 
     def _run(self) -> None:
         run_pass(self._replica, self._inputs, self._dtype)
+
+    def _sync(self) -> None:
+        self._run()
+        if self._bucket is not None:
+            self._bucket.report()
 
 
 def link_times(
@@ -229,7 +242,8 @@ def make_replica(
     group: dist.ProcessGroup | None = None,
     bucket_mb: float | None = None,
     node_size: int | None = None,
-) -> DistributedDataParallel:
+    clip: ClipConfig | None = None,
+) -> tuple[DistributedDataParallel, BucketClip | None]:
     """Wraps a model, whose passes then sync gradients as they will go on to.
 
     Args:
@@ -239,6 +253,10 @@ def make_replica(
         bucket_mb: limit of a bucket in MiB, where the trainer leaves that open; by default DDP's.
         node_size: ranks of a node, neighbours in rank, within which gradients that are not
             compressed are averaged first; None: over all ranks at once.
+        clip: how buckets are clipped; by default they are not.
+
+    Returns:
+        The replica, and what clips or casts its buckets, if anything does.
     """
     # The trainer does not wrap the model of a single rank; a group of one rank is wrapped here.
     ranks = Ranks(
@@ -256,9 +274,10 @@ def make_replica(
     hook = build_comm_hook(comm, ranks)
     if group is not None and compression == "power_sgd":
         hook.state.process_group = group
-    clip = ClipConfig(mode="none", wire_dtype="bf16" if compression == "bf16" else "fp32")
+    wire: Literal["bf16", "fp32"] = "bf16" if compression == "bf16" else "fp32"
+    clip = replace(clip or ClipConfig(mode="none"), wire_dtype=wire)
     bucket = make_bucket_clip(clip, loss_scale=None, needed=False)
     limit = None if hook.one_bucket else bucket_mb
     replica = wrap_in_ddp(model, ranks, hook, bucket, limit, group=group)
     make_empty_passes(replica, model, ranks.device)
-    return replica
+    return replica, bucket

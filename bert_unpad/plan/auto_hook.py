@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.device import Device
+from bert_unpad.costs.gradient_buckets import fill_buckets, gradients_of
 from bert_unpad.costs.links import gpu_cluster
 from bert_unpad.costs.measure import CompressionTimer, fit_link, link_times
 from bert_unpad.costs.network import Cluster, Link
@@ -162,6 +163,9 @@ class AutoHook:
 
     def __init__(self, run: Run) -> None:
         self._run, ranks = run, run.ranks
+        self._one_bucket = ranks.device.type == "cpu"  # with power_sgd
+        size = run.config.comm.bucket_mb
+        self._bucket_bytes = None if size is None else size * 2**20
         self._node_size = common_node_size(ranks, "comm.hook", "auto", "another one")
         self._nodes = ranks.world_size // self._node_size
         several = min(self._node_size, self._nodes) > 1
@@ -251,18 +255,17 @@ class AutoHook:
 
     def _predict(self, passes: float, update: float) -> dict[str, StepTime]:
         """An update by each method, from the seconds of passes and the optimizer now."""
-        run, batching, size = self._run, self._run.config.batching, self._run.config.comm.bucket_mb
+        run, batching = self._run, self._run.config.batching
         batch = batching.per_pass(run.ranks.world_size)
         length = max(round(run.progress.tokens / max(run.progress.sequences, 1)), 1)
-        # The clock counts what compresses as part of the passes.
-        own = max(passes - self._compress.get(METHODS[self.method].compression, 0.0), passes / 2)
+        own = self._own(passes) / (batch * batching.accumulation * length)
         device = Device(
             name="this rank",
             memory=rank_memory(run.device),
-            passes=ComputeCost(own / (batch * batching.accumulation * length)),
+            passes=ComputeCost(own),
             update=update,
             compress=self._compress,
-            one_bucket=run.device.type == "cpu",
+            one_bucket=self._one_bucket,
         )
         return predict(
             self._workload(length),
@@ -270,9 +273,24 @@ class AutoHook:
             self._cluster,
             Candidate(self._nodes, batch, batching.accumulation, recompute=run.config.recompute),
             run.config.comm.local_sgd_period,
-            None if size is None else size * 2**20,
+            self._bucket_bytes,
             self.method,
         )
+
+    def _own(self, passes: float) -> float:
+        """Seconds of passes without the sync.
+
+        The clock stops at the last gradient, so it counts what the sync computes of the buckets
+        that are full before.
+        """
+        method, limit = METHODS[self.method], self._bucket_bytes
+        if method.hook == "power_sgd" and self._one_bucket:
+            return passes
+        gradients = gradients_of(self._run.model.config)
+        buckets = fill_buckets(gradients, *(() if limit is None else (limit, limit)))
+        early = sum(bucket.numel for bucket in buckets if bucket.ready < 1)
+        share = early / sum(bucket.numel for bucket in buckets)
+        return max(passes - share * self._compress.get(method.compression, 0.0), passes / 2)
 
     def _workload(self, length: int) -> Workload:
         """What is trained, with sequences of one length: the clock has measured the slowest rank.
@@ -309,16 +327,20 @@ class AutoHook:
         self._updates, self._usual = 0, 0.0
 
     def _measure_compression(self) -> dict[str, float]:
-        """Seconds that a sync by each compression computes more than a plain one does."""
-        found = {}
+        """Seconds that a sync by each compression computes, with clipping."""
+        found, config = {}, self._run.config
         with process_group(self._run.device) as alone:
             for name in HOOK_COMPRESSIONS:  # one copy of the model at a time
-                timer = CompressionTimer(self._workload(8), self._run.model, name, alone)
+                timer = CompressionTimer(
+                    *(self._workload(8), self._run.model, name, alone),
+                    clip=config.clip,
+                    bucket_mb=config.comm.bucket_mb,
+                )
                 for _ in range(_SAMPLES):
                     timer.sample()
                 found[name] = timer.median()
                 del timer
-        return {name: max(seconds - found["none"], 0.0) for name, seconds in found.items()}
+        return found
 
 
 def _measure_link(device: torch.device, group: dist.ProcessGroup | None, ranks: int) -> Link:

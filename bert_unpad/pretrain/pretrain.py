@@ -162,8 +162,8 @@ def _growth(run: Run) -> Growth:
     if run.model.config.num_hidden_groups is not None and config.growth.name not in _WHOLE:
         raise ConfigError(
             "growth.name",
-            f"expected {' or '.join(_WHOLE)} for a model whose layers share weights, got "
-            f"{config.growth.name}",
+            f"expected {' or '.join(_WHOLE)} for a model whose layers share weights, which has no "
+            f"layer to add, freeze or leave out alone, got {config.growth.name}",
         )
     return make_growth(
         config.growth,

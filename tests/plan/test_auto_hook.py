@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.device import Device
+from bert_unpad.costs.gradient_buckets import gradients_of
 from bert_unpad.costs.network import Cluster, Link
 from bert_unpad.costs.workload import Workload
 from bert_unpad.nn import EncoderForPreTraining
@@ -136,7 +138,7 @@ class World:
         found = []
         for _ in range(updates):
             self.run.progress.step += 1
-            passes = 4 * 32 * 1e-4 + (COMPRESS if self.hook.method == "power_sgd" else 0.0)
+            passes = 4 * 32 * 1e-4  # with one bucket, it is compressed when the clock has stopped
             end = self.now + self.seconds()
             begin = end - 0.05
             spans = [(begin - 0.01 - passes, begin - 0.01), (begin - 0.01, begin)]
@@ -187,6 +189,33 @@ def test_it_says_why(monkeypatch, caplog):
     assert line["expected"]["allreduce in bf16"] == pytest.approx(
         line["predicted"]["allreduce in bf16"] + 0.05, rel=0.01
     )
+
+
+@pytest.mark.parametrize("bucket_mb", [None, 0.005])
+@pytest.mark.parametrize("method", ["allreduce", "allreduce in bf16", "power_sgd"])
+def test_predictions_are_the_same_whatever_is_in_use(monkeypatch, method, bucket_mb):
+    # The clock has counted what was synced before the last gradient, the word embedding's.
+    options = ("--comm.guarantee", "bounded", "--comm.start", "0")
+    options += () if bucket_mb is None else ("--comm.bucket_mb", str(bucket_mb))
+    world = World(monkeypatch, *options, saved=METHODS[method].settings)
+    world.hook._compress = {"none": 0.002, "bf16": 0.004, "power_sgd": 0.008}
+    late = 1.0 if bucket_mb is None or method == "power_sgd" else _share_at_the_end(bucket_mb)
+    counted = (1 - late) * world.hook._compress[METHODS[method].compression]
+    times = world.hook._predict(4 * 32 * 1e-4 + counted, 0.01)
+    assert times["allreduce"].compute == pytest.approx(4 * 32 * 1e-4)
+    for name, other in METHODS.items():
+        if name in times:
+            assert times[name].compress == world.hook._compress[other.compression]
+
+
+def _share_at_the_end(bucket_mb: float) -> float:
+    """Share of the numbers in those of DDP's buckets that the last gradients fill."""
+    gradients = gradients_of(TINY)
+    tensors, limit = [torch.empty(one.shape) for one in gradients], int(bucket_mb * 2**20)
+    indices, _ = dist._compute_bucket_assignment_by_size(tensors, [limit, limit])
+    late = [part for part in indices if any(gradients[index].ready == 1 for index in part)]
+    assert 1 <= len(late) < len(indices)
+    return sum(tensors[i].numel() for part in late for i in part) / sum(t.numel() for t in tensors)
 
 
 def test_a_change_of_the_link_is_noticed_and_measuring_takes_little_time(monkeypatch):

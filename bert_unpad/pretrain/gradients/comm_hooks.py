@@ -63,8 +63,11 @@ class PowerSGD(CommHook):
     def agree(self, finite: Tensor) -> Tensor:
         """Resets the memory after a gradient that is not finite, which would stay in it.
 
-        Q must be the same on all ranks and not zero: a matrix of zeros would stay zero.
+        Q must be the same on all ranks and not zero: a matrix of zeros would stay zero. A CPU looks
+        at the answer first, because the memory is as large as the gradient.
         """
+        if self._device.type == "cpu" and bool(finite):
+            return finite
         for error in self.state.error_dict.values():
             error.masked_fill_(~finite, 0.0)
         for index, q in self.state.q_memory_dict.items():
