@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Literal, NamedTuple, TypeGuard, TypeVar
+from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +40,27 @@ _Kind = TypeVar("_Kind")
 
 def untouched(module: nn.Module) -> bool:
     """Whether calling the module runs only the forward function of its class."""
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
+    return not hooked(module.__dict__)
+
+
+def hooked(attributes: Mapping[str, Any]) -> bool:
+    """Whether calling a module with these attributes runs more, or something else, than its class
+    says.
+
+    The hooks that transformers 5 leaves on modules after a call with `output_hidden_states` or
+    `output_attentions` do nothing in other calls.
+    """
+    after = attributes["_forward_hooks"]
+    return bool(
+        (after and any(getattr(x, "__module__", None) != _CAPTURING for x in after.values()))
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
     )
+
+
+_CAPTURING = "transformers.utils.output_capturing"
 
 
 def unchanged(module: nn.Module) -> bool:

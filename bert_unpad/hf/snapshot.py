@@ -4,6 +4,8 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
+from bert_unpad.hf.plain_modules import hooked
+
 
 class Snapshot:
     """How some modules, and all modules within them, are computed, as far as this can be compared.
@@ -37,14 +39,7 @@ class Snapshot:
 
     def _state(self) -> tuple[bool, list, list, list]:
         return (
-            any(
-                d["_forward_hooks"]
-                or d["_forward_pre_hooks"]
-                or d["_backward_hooks"]
-                or d["_backward_pre_hooks"]
-                or "forward" in d
-                for d in self._dicts
-            ),
+            any(map(hooked, self._dicts)),
             list(map(type, self._modules)),
             [child for d in self._parents for child in d["_modules"].values()],
             [d[name] for d, name in self._attributes],

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bert_unpad import _C, hf
-from bert_unpad.hf import frozen_layers, whole_model
+from bert_unpad.hf import fallback, frozen_layers, whole_model
 from tests.hf.test_stock_modules import BOTH, KNOWN, RIGHT, batch
 from tests.hf.test_stock_modules import make as make_stock
 from tests.support.hf_models import MASKS, NAMES, call_arguments, make
@@ -223,6 +224,25 @@ def test_hooks_around_the_layers_run(path: str) -> None:
         model.get_submodule(path).register_forward_hook(on_output)
 
     assert_equal_after(change, make("BertModel").eval(), call)
+
+
+@pytest.mark.parametrize("name", ["BertModel", "MPNetModel", "ModernBert"])
+def test_what_transformers_leaves_after_asking_for_hidden_states(name: str, monkeypatch) -> None:
+    modern = name == "ModernBert"
+    if modern and name not in KNOWN:
+        pytest.skip("needs a newer transformers")
+    stock = make_stock(name) if modern else make(name).eval()
+    call = batch(RIGHT) if modern else call_arguments(name, MASKS["right"])
+    ours = hf.unpad(copy.deepcopy(stock))
+    with torch.inference_mode():
+        want = ours(**call)[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            asked = ours(**call, output_hidden_states=True, output_attentions=True)
+        assert asked.hidden_states
+        monkeypatch.setattr(fallback, "_said", set())
+        assert_same_values(ours(**call)[0], want)
+        assert_same_values(hf.freeze(ours)(**call)[0], want)
 
 
 def test_what_is_around_the_layers_is_read_at_each_call() -> None:
