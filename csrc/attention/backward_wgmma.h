@@ -42,12 +42,12 @@ struct WgmmaBackwardShared {
 
 // A warp's 16 keys: their rows, and the gradients that these have gathered. kBias: scores change,
 // and whether there is dropout is only known when it runs.
-// kLate: there are no registers for gradients of the weights beside scores.
-template <class T, int kHeadDim, bool kDropout, bool kBias = false,
-          bool kLate = kBias || (kHeadDim == 128 && kDropout)>
+template <class T, int kHeadDim, bool kDropout, bool kBias = false>
 struct WgmmaBackwardKeys {
   // Rows of 128 columns stay in shared memory: there are no registers for them.
   static constexpr bool kShared = kHeadDim == 128;
+  // There are no registers for the gradients of the weights beside scores.
+  static constexpr bool kLate = kBias || (kShared && kDropout);
   int first, end;  // the first of the keys in the sequence, and the sequence's length
   std::conditional_t<kShared, HeadOperand<>, uint32_t[kHeadDim / 16][4]> k, v;
   HeadSums<kHeadDim> dk, dv;
@@ -226,8 +226,7 @@ BU_DEVICE void fill_wgmma_row_values(const cuda::AttentionCudaParams& a,
   }
 }
 
-// kOnePass: one warpgroup takes sequences of up to 64 keys, and is spared what several passes need.
-template <class T, int kGroups, bool kOnePass, bool kDropout>
+template <class T, int kGroups, bool kDropout>
 BU_KERNEL(128 * kGroups, 2 / kGroups)
 attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   using Shared = WgmmaBackwardShared<kGroups>;
@@ -238,7 +237,8 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   const uint32_t delta_at = lse_at + 4 * Shared::rows(p.args.max_q);
   const uint32_t sums_at =
       Shared::query_sums(p.args.max_q) + warp * (kColumns / 8) * 512 + lane * 16;
-  static_assert(!kOnePass || kGroups == 1);
+  // One warpgroup takes sequences of up to 64 keys, and is spared what several passes need.
+  constexpr bool kOnePass = kGroups == 1;
   const int passes = kOnePass ? block.k_len > 0 : (block.k_len + kKeys - 1) / kKeys;
   const int query_tiles = (block.q_len + 63) / 64;
 
@@ -251,7 +251,7 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   };
   if (passes > 0 && query_tiles > 0) copy_queries(0, 0);
   copy_async_commit();
-  WgmmaBackwardKeys<T, 64, kDropout, false, kGroups == 1 && !kOnePass && !kDropout> keys;
+  WgmmaBackwardKeys<T, 64, kDropout> keys;
   keys.load(p.args, block, 16 * warp);
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   fill_wgmma_row_values<T, 4 * kGroups>(p.args, block, lse_at, delta_at,

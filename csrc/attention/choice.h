@@ -89,16 +89,12 @@ inline int64_t query_sum_floats(int64_t q_tokens, int sequences, int heads, int 
 // 192 tokens, where fewer of their rows are empty, and 0.95 to 1.02 beyond.
 constexpr int wgmma_forward_groups(int max_q) { return max_q > 192 ? 2 : 1; }
 
-// Warpgroups of a block of the fused backward kernel with wgmma, 64 keys of a pass each. Up to 192
-// queries there is shared memory for two blocks of one, which by the model of an SM take 0.67 to
-// 0.88 of the time of one block of two.
-constexpr int wgmma_backward_groups(int max_q, int max_k) {
-  return max_q > 192 && max_k > 64 ? 2 : 1;
-}
+// Warpgroups of the backward kernel with wgmma, 64 keys each.
+constexpr int wgmma_backward_groups(int max_k) { return max_k > 64 ? 2 : 1; }
 
 inline uint32_t wgmma_backward_bytes(int max_q, int max_k) {
-  return wgmma_backward_groups(max_q, max_k) == 2 ? WgmmaBackwardShared<2>::bytes(max_q, max_k)
-                                                  : WgmmaBackwardShared<1>::bytes(max_q, max_k);
+  return wgmma_backward_groups(max_k) == 2 ? WgmmaBackwardShared<2>::bytes(max_q, max_k)
+                                           : WgmmaBackwardShared<1>::bytes(max_q, max_k);
 }
 
 // Whether the backward pass with wgmma is one fused kernel, of which a multiprocessor holds one

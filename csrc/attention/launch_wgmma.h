@@ -31,10 +31,10 @@ void launch_wgmma_forward(const AttentionRun& run, cudaStream_t stream) {
 template <int kHeadDim>
 void launch_wgmma_backward(const AttentionRun& run, bool fused, cudaStream_t stream) {
   const int max_q = run.args.max_q, max_k = run.args.max_k;
-  const auto start_fused = [&]<class T, int kGroups, bool kOnePass, bool kDropout>() {
-    launch_grid(kBackwardOp, attention_backward_wgmma_kernel<T, kGroups, kOnePass, kDropout>,
-                128 * kGroups, WgmmaBackwardShared<kGroups>::bytes(max_q, max_k), run,
-                run.args.heads, 0, 0, stream);
+  const auto start_fused = [&]<class T, int kGroups, bool kDropout>() {
+    launch_grid(kBackwardOp, attention_backward_wgmma_kernel<T, kGroups, kDropout>, 128 * kGroups,
+                WgmmaBackwardShared<kGroups>::bytes(max_q, max_k), run, run.args.heads, 0, 0,
+                stream);
   };
   const auto start_split = [&]<class T, bool kDropout>() {
     launch_grid(
@@ -46,10 +46,9 @@ void launch_wgmma_backward(const AttentionRun& run, bool fused, cudaStream_t str
   };
   dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
     if constexpr (kHeadDim == 64) {
-      if (fused && wgmma_backward_groups(max_q, max_k) == 2)
-        return start_fused.template operator()<T, 2, false, kDropout>();
-      if (fused && max_k > 64) return start_fused.template operator()<T, 1, false, kDropout>();
-      if (fused) return start_fused.template operator()<T, 1, true, kDropout>();
+      if (fused && wgmma_backward_groups(max_k) == 2)
+        return start_fused.template operator()<T, 2, kDropout>();
+      if (fused) return start_fused.template operator()<T, 1, kDropout>();
     }
     start_split.template operator()<T, kDropout>();
   });

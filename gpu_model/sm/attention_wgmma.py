@@ -14,11 +14,11 @@ TILE = 64 * 64 * 2  # bytes of 64 rows of 64 columns
 HALVES = ("dq", "keys")  # of the backward pass by two kernels
 
 
-def backward_name(groups: int, one_pass: bool, dropout: bool) -> str:
+def backward_name(groups: int, dropout: bool) -> str:
     """The mangled name of the fused backward kernel for bf16, which takes no position bias."""
     return (
         "_ZN10bert_unpad31attention_backward_wgmma_kernelINS_4bf16E"
-        f"Li{groups}ELb{int(one_pass)}ELb{int(dropout)}EEEvNS_15AttentionLaunchE"
+        f"Li{groups}ELb{int(dropout)}EEEvNS_15AttentionLaunchE"
     )
 
 
@@ -28,9 +28,9 @@ def forward_groups(max_q: int, window: int) -> int:
     return 2 if max_q > 192 and window < 0 else 1
 
 
-def backward_groups(longest: int) -> int:
-    """wgmma_backward_groups of csrc/attention/choice.h, where queries are the keys."""
-    return 2 if longest > 192 else 1
+def backward_groups(max_k: int) -> int:
+    """wgmma_backward_groups of csrc/attention/choice.h."""
+    return 2 if max_k > 64 else 1
 
 
 def backward_shared(groups: int, longest: int) -> int:
@@ -75,7 +75,7 @@ def backward(
     found = []
     for run in batch.runs:
         groups = backward_groups(run[2])
-        name = backward_name(groups, run[2] <= 64, dropout_p > 0)
+        name = backward_name(groups, dropout_p > 0)
         shared = backward_shared(groups, run[2])
         found.append(launch_of(available, batch, dropout_p, name, 128 * groups, shared, run, 0))
     return [Stage("backward", found, batch.tokens * batch.heads * (8 * 128 + 4))]
@@ -106,7 +106,5 @@ def kernel_names(head_dim: int = 64) -> list[str]:
         for half in HALVES:
             names.append(kernel_name(f"attention_backward_{half}_wgmma_kernel", head_dim, dropout))
         if head_dim == 64:
-            names += [
-                backward_name(*shape, dropout) for shape in ((1, True), (1, False), (2, False))
-            ]
+            names += [backward_name(groups, dropout) for groups in (1, 2)]
     return names

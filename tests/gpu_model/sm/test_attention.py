@@ -172,8 +172,7 @@ def test_names():
         "_ZN10bert_unpad24attention_forward_kernelINS_4bf16ELi64ELi2ELb1ELb0E"
         "NS_15AttentionLaunchEEEvT4_"
     )
-    name = attention_wgmma.backward_name(2, False, True)
+    name = attention_wgmma.backward_name(2, True)
     assert name == (
-        "_ZN10bert_unpad31attention_backward_wgmma_kernelINS_4bf16ELi2ELb0ELb1E"
-        "EEvNS_15AttentionLaunchE"
+        "_ZN10bert_unpad31attention_backward_wgmma_kernelINS_4bf16ELi2ELb1EEEvNS_15AttentionLaunchE"
     )
