@@ -17,7 +17,7 @@ HEAD = """\
 
 **Modelled, not measured.** The [model of an SM](../../gpu_model/README.md#the-model-of-an-sm) \
 goes through the machine code that nvcc made; what it can and cannot show is said there. All \
-figures are for bf16 and, where nothing else is said, head dimension 64. nvcc {nvcc}. Written by
+figures are for bf16 and head dimension 64. nvcc {nvcc}. Written by
 
 {command}
 
@@ -169,10 +169,11 @@ def render(result: dict[str, Any]) -> str:
     header = ["GPU", "kernels", "batch", "p", "forward, us", "backward, us", "forward, TFLOP/s"]
     header += ["backward", "both", "FlashAttention-2, both", "times as fast"]
     parts += [PASSES.format(version=version), table(header, _passes(result["passes"]), 3) + "\n"]
-    header = ["batch", "p", "forward, mma.sync, us", "wgmma", "times as fast"]
-    header += ["backward, mma.sync, us", "wgmma", "times as fast"]
-    header += ["registers, mma.sync", "registers, wgmma"]
-    parts += [WIDE, table(header, _wide(result["wide"]), 1) + "\n"]
+    if wide := result.get("wide"):
+        header = ["batch", "p", "forward, mma.sync, us", "wgmma", "times as fast"]
+        header += ["backward, mma.sync, us", "wgmma", "times as fast"]
+        header += ["registers, mma.sync", "registers, wgmma"]
+        parts += [WIDE, table(header, _wide(wide), 1) + "\n"]
     header = ["GPU", "kernel of", "pass", "tokens", "p", "main loop x trips", "busy"]
     header += ["blocks an SM", "cycles", "FLOP a cycle and SM", "TFLOP/s", "times as fast"]
     parts += [BLOCKS, table(header, _blocks(result["blocks"], result["constants"]), 7) + "\n"]

@@ -121,7 +121,8 @@ struct WgmmaBackwardKeys {
     wgmma_fence();
     add_rows<T>(dv, operand, dout);
     wgmma_commit();
-    wgmma_wait<1>();
+    // With 128 columns the product with dout too: there are no registers for its operand.
+    wgmma_wait<kShared && kLate ? 0 : 1>();
     wgmma_fence_operand(dp);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
