@@ -237,7 +237,8 @@ def test_nan_comes_out_as_nan(
     qkv[7, part, 0, 3] = float("nan")
     batch = VarlenBatch.from_lengths([70, 20], backend.device)
     out = ops.varlen_attention(backend.put(qkv), batch)
-    expected = reference.varlen_attention(qkv, [70, 20]).isnan()
+    # PyTorch's products of bf16 by AMX tiles spread NaN to a row beside.
+    expected = reference.varlen_attention(qkv.double(), [70, 20]).isnan()
     assert torch.equal(out.isnan().cpu(), expected)
     assert expected.any()
 
