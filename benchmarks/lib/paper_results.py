@@ -85,10 +85,14 @@ def grown(name: str) -> Callable[[], str | None]:
         factors = [run["cheaper_to_target"] for run in mine if run["cheaper_to_target"]]
         ends = [run["cheaper_to_its_end"] for run in mine if run["cheaper_to_its_end"]]
         end = f", {between(ends)} times less than full training until it is as good" if ends else ""
-        reached = f"{between(factors)} times less until" if factors else "no run reaches"
+        target = f"{result('growth')['target']:.0%} masked accuracy"
+        reached = f"no run reaches {target}"
+        if factors:
+            some = f", in {len(factors)} of {len(mine)} runs"
+            reached = f"{between(factors)} times less until {target}{some}"
         return (
             f"{cheaper:.2f} times less compute in as many updates, loss {higher:+.3f} (seeds: "
-            f"{len(mine)}){end}; {reached} {result('growth')['target']:.0%} masked accuracy"
+            f"{len(mine)}){end}; {reached}"
         )
 
     return said
