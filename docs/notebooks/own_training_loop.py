@@ -98,7 +98,7 @@ def train(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
     torch.manual_seed(0)  # the same weights on all ranks
     model = DistributedDataParallel(Tagger(), bucket_cap_mb=0.1)
-    clip = BucketClip(max_norm=1.0).attach(model)
+    clip = BucketClip(max_norm=1.0, policy="adaptive").attach(model)
     optimizer = FusedAdam(decay_groups(model, weight_decay=0.01), lr=1e-2)
     torch.manual_seed(1 + rank)  # other data on each
     log = []

@@ -93,9 +93,9 @@ class ClipConfig:
     and during the backward pass. before: each rank's whole gradient, before gradients are averaged.
     after: the average. none: nothing. The first three keep the norm of the average within
     clip.max_norm."""
-    policy: Literal["adaptive", "equal"] = advanced("adaptive")
-    """With clip.mode bucket: how clip.max_norm is divided among buckets. adaptive: by each bucket's
-    share of the squared norm in the previous step. equal: in equal parts."""
+    policy: Literal["equal", "adaptive"] = advanced("equal")
+    """With clip.mode bucket: how clip.max_norm is divided among buckets. equal: in equal parts.
+    adaptive: by each bucket's share of the squared norm in the previous step."""
     wire_dtype: Literal["fp32", "bf16", "fp16"] = advanced("fp32")
     """Type of gradients between ranks. fp16 needs clip.mode bucket or before."""
     error_feedback: bool = advanced(False)

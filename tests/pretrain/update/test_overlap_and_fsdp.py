@@ -22,9 +22,8 @@ BASE += ["--evaluation.examples", "13"]
 FUSED, LAMB = (["--optimizer.name", name] for name in ("fused_adam", "lamb"))
 OVERLAP = ["--optimizer.shard", "overlap", "--comm.bucket_mb", "0.01"]
 FSDP = ["--optimizer.shard", "fsdp"]
-EQUAL = ["--clip.policy", "equal"]  # the only one that fsdp has
 CLIPPED = ["--clip.mode", "bucket", "--clip.max_norm", "0.5"]
-TWICE = ["--batching.accumulation", "2"]
+ADAPTED = ["--clip.policy", "adaptive", "--batching.accumulation", "2"]
 HALF = ["--precision", "bf16", "--clip.wire_dtype", "bf16"]
 SCALED = ["--precision", "fp16", "--loss_scale.initial", "1e6"]  # the first updates overflow
 SUMMED = ["--batching.accumulation", "2", "--clip.mode", "none"]
@@ -35,9 +34,9 @@ RUNS = {
     "scaled": [*FUSED, *SCALED],
     "scaled-overlap": [*FUSED, *SCALED, *OVERLAP],
     "scaled-fsdp": [*FUSED, *SCALED, *FSDP],
-    "bounded-fsdp": [*FUSED, *SCALED, *FSDP, *CLIPPED, *EQUAL],
-    "lamb-overlap": [*LAMB, *OVERLAP, *CLIPPED, *TWICE, *HALF],
-    "lamb-fsdp": [*LAMB, *FSDP, *CLIPPED, *EQUAL, *HALF, "--recompute", "layer"],
+    "bounded-fsdp": [*FUSED, *SCALED, *FSDP, *CLIPPED],
+    "lamb-overlap": [*LAMB, *OVERLAP, *CLIPPED, *ADAPTED, *HALF],
+    "lamb-fsdp": [*LAMB, *FSDP, *CLIPPED, *HALF, "--recompute", "layer"],
 }
 BY_PATH = ["--optimizer.name", "bert_unpad.optim.FusedLAMB"]
 BY_PATH += ["--optimizer.arguments", '{"max_grad_norm": null}']
@@ -151,7 +150,7 @@ REFUSED_BY_FSDP = [
         ["--clip.wire_dtype", "bf16", "--clip.error_feedback", "true"],
         "clip.error_feedback: expected false",
     ),
-    (["--clip.mode", "bucket"], "clip.policy: expected equal"),
+    (["--clip.mode", "bucket", "--clip.policy", "adaptive"], "clip.policy: expected equal"),
 ]
 
 
