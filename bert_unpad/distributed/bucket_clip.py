@@ -106,7 +106,7 @@ class BucketClip:
     def __init__(
         self,
         max_norm: float,
-        policy: Policy = "adaptive",
+        policy: Policy = "equal",
         wire_dtype: torch.dtype | None = None,
         error_feedback: bool = False,
         loss_scale: Tensor | None = None,
