@@ -134,13 +134,14 @@ STABLE_TORCH_LIBRARY(bert_unpad, m) {
       "encoder_finish(Tensor x, Tensor attended, Tensor[] parameters, int[] shape, "
       "float[] numbers) -> Tensor");
   m.def("encoder_pack(Tensor weight, ScalarType dtype) -> Tensor");
-  // A whole encoder on a CPU (csrc/encoder/model_cpu.cpp), of ids [B, S] where mask is 1, or of all.
-  // embeddings: tables of words, positions and token types, weight and bias of their norm, and of
-  // the norm after the last layer; empty [0] where there is none. first_position: of a sequence's
-  // first token. padding_id: positions are counted from the ids that are not it, as in RoBERTa; -1:
-  // they are columns. eps: of both norms. parameters, shape, numbers: as for encoder_layers.
-  // result: 0 hidden states [B * S, hidden], zeros where mask is 0; 1 their mean in each row,
-  // [B, hidden]; 2 the first tokens', [B, hidden]. reads_first: somebody reads the first column.
+  // A whole encoder on a CPU (csrc/encoder/model_cpu.cpp), of ids [B, S] where mask is 1, or of
+  // all. embeddings: tables of words, positions and token types, weight and bias of their norm, and
+  // of the norm after the last layer; empty [0] where there is none. first_position: of a
+  // sequence's first token. padding_id: positions are counted from the ids that are not it, as in
+  // RoBERTa; -1: they are columns. eps: of both norms. parameters, shape, numbers: as for
+  // encoder_layers. result: 0 hidden states [B * S, hidden], zeros where mask is 0; 1 their mean in
+  // each row, [B, hidden]; 2 the first tokens', [B, hidden]. reads_first: somebody reads the first
+  // column.
   m.def(
       "encoder_model(Tensor ids, Tensor? mask, Tensor? token_types, Tensor[] embeddings, "
       "int first_position, int padding_id, float[] eps, Tensor[] parameters, int[] shape, "
