@@ -24,11 +24,11 @@ def freeze(model: nn.Module) -> nn.Module:
     All layers are computed by one operator from then on, and have no modules or parameters that
     PyTorch, sentence-transformers or this package would have to look through at each call. Weights
     are kept in 8 bits alone where `unpad` was asked for these. What is read, called and compared
-    stays the same; embeddings, the last norm, the pooler and heads stay modules, whose parameters
-    and hooks count at each call (those of the base model no longer ask for gradients, which counts
-    for tied decoders too). What is over: training of the base model, other dtypes and devices,
-    hooks on layers, loading, saving, `repad`, attentions, hidden states, and all else that the
-    stock modules would have to compute.
+    stays the same. Embeddings, the last norm, the pooler and heads stay modules, whose parameters
+    and hooks count at each call; but DeBERTa's embeddings of distances are constants too. The base
+    model's parameters no longer ask for gradients, those that a head shares included. What is over:
+    training of the base model, other dtypes and devices, hooks on layers, loading, saving, `repad`,
+    attentions, hidden states, and all else that the stock modules would have to compute.
 
     Args:
         model: in evaluation mode, float32, on a CPU, after `unpad` (and `calibrate`, if at all).

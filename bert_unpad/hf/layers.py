@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from bert_unpad import ops
 from bert_unpad.batch.rows import gather_rows
 from bert_unpad.hf import inference, plain_modules
+from bert_unpad.hf.frozen_layers import FrozenLayers
 from bert_unpad.hf.layer_parts import LayerAdapter, LayerParts
 from bert_unpad.hf.packing import Packing
 
@@ -172,9 +173,11 @@ class PackedStack(StockModule):
         return rest.index_copy(1, packing.last.positions, x)
 
     def _bert_unpad_shared(self, x: Tensor) -> Any:
-        """What `Distances.shared` gives for hidden states x, or None."""
+        """What `Distances.shared` gives for hidden states x, or None. Frozen layers have it."""
         distances = self._bert_unpad_layer.distances
-        return None if distances is None else distances.shared(self, x)
+        if distances is None or isinstance(self.layer[0], FrozenLayers):
+            return None
+        return distances.shared(self, x)
 
 
 # What torch.compile, checkpoint_wrapper and FSDP1 put around a module; its arguments pass through.

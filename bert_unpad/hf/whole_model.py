@@ -20,10 +20,9 @@ class _Outer(NamedTuple):
 
     layers: FrozenLayers
     modules: Mapping[str, Any]
-    """Named like the fields of `EncoderEmbeddings`."""
-    eps: tuple[float, float]
-    padding: int | None
-    """The padding id from which positions are counted, if they are."""
+    """Those with parameters, named like the fields of `EncoderEmbeddings`."""
+    numbers: Mapping[str, Any]
+    """The fields of `EncoderEmbeddings` that are no tensors."""
 
     def embeddings(self) -> EncoderEmbeddings:
         """Returns the parameters as they are now."""
@@ -31,10 +30,7 @@ class _Outer(NamedTuple):
         for name, module in self.modules.items():
             weight, bias = map(module._parameters.get, ("weight", "bias"))
             found[name] = Affine(weight, bias) if name in ("norm", "final_norm") else weight
-        parts = EncoderEmbeddings(**found, eps=self.eps)
-        if self.padding is not None:
-            parts = parts._replace(first_position=self.padding + 1, padding_id=self.padding)
-        return parts
+        return EncoderEmbeddings(**found, **self.numbers)
 
 
 class WholeModel:
@@ -113,7 +109,7 @@ class WholeModel:
         roots = [child for name, child in model._modules.items() if name != "pooler"]
         if self._read is None or not self._read[0].holds(roots):
             snapshot = Snapshot(roots, _ATTRIBUTES)
-            found = None if snapshot.hooked else _outer(model, roots, self._paths, self._counts_ids)
+            found = None if snapshot.hooked else _find(model, roots, self._paths, self._counts_ids)
             self._read = snapshot, found
         return self._read[1]
 
@@ -128,7 +124,7 @@ def _is_plain(t: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
     return type(t) is Tensor and t.dim() == 2 and t.dtype in dtypes and t.is_contiguous()
 
 
-def _outer(
+def _find(
     model: Any, roots: list[Any], paths: Mapping[str, str], counts_ids: bool
 ) -> _Outer | None:
     """What is around the layers of a model, none of which has a hook; None if one of them does more
@@ -155,9 +151,12 @@ def _outer(
             if norm is None or norm.rms != rms:
                 return None
             eps[i] = norm.eps
-    padding = model._modules["embeddings"].padding_idx if counts_ids else None
+    numbers: dict[str, Any] = {"eps": (eps[0], eps[1])}
+    if counts_ids:
+        padding = model._modules["embeddings"].padding_idx
+        numbers |= {"first_position": padding + 1, "padding_id": padding}
     there = {name: module for name, module in found.items() if module is not None}
-    return _Outer(layers[0], there, (eps[0], eps[1]), padding)
+    return _Outer(layers[0], there, numbers)
 
 
 def _module(model: nn.Module, path: str) -> nn.Module | None:
