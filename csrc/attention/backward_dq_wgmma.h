@@ -66,9 +66,9 @@ struct WgmmaQueryGradients {
   // Takes in a tile of keys and values. `dout`, `k`, `v`: operands. Its product with the keys is
   // still being made afterwards. `hides`: not all rows see all of its keys. `first_row`,
   // `first_key`: in the sequence.
-  BU_DEVICE void add_tile(HeadOperand<> dout, HeadOperand<> k, HeadOperand<> v, bool hides,
-                          float scale, const AttentionDropout& dropout, int first_row,
-                          int first_key, const QueryBias<T, kBias>& bias,
+  BU_DEVICE void add_tile(HeadOperand dout, HeadOperand k, HeadOperand v, bool hides, float scale,
+                          const AttentionDropout& dropout, int first_row, int first_key,
+                          const QueryBias<T, kBias>& bias,
                           const QueryBiasSums<T, kBias, 64>& sums) {
     float s[8][4], dp[8][4];  // scores; gradients of the weights
     wgmma_fence();
@@ -161,7 +161,7 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
   if constexpr (kBias) seen = windows.keys_of_any(windows.template span<16>(first_row));
   const float scale = p.args.scale * kLog2e;
   const uint32_t base = keep_in_register(shared_base());
-  const auto dout = HeadOperand<>::at(base + Shared::kDout);
+  const auto dout = HeadOperand::at(base + Shared::kDout);
   for (int tile = first_tile; tile < keys.tiles(); ++tile) {
     copy_async_wait<0>();
     fence_shared();
@@ -169,8 +169,8 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
     sync_block();
     keys.start(tile + 1);
     const int first_key = tile * keys.kKeys;
-    rows.add_tile(dout, HeadOperand<>::at(base + keys.keys(tile)),
-                  HeadOperand<>::at(base + keys.values(tile)),
+    rows.add_tile(dout, HeadOperand::at(base + keys.keys(tile)),
+                  HeadOperand::at(base + keys.values(tile)),
                   !all.holds(first_key, first_key + keys.kKeys - 1), scale, dropout, first_row,
                   first_key, bias, sums);
     sums.add_up(first_key, seen, keep);

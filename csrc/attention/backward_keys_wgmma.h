@@ -152,8 +152,8 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
   WgmmaBackwardKeys<T, kHeadDim, kDropout, kBias> keys;
   const int warp_key = first_key + static_cast<int>(threadIdx.x) / 32 * 16;
   if constexpr (keys.kShared) {
-    keys.k = HeadOperand<>::at(base + Shared::kKeys);
-    keys.v = HeadOperand<>::at(base + Shared::kKeys + Shared::kTile);
+    keys.k = HeadOperand::at(base + Shared::kKeys);
+    keys.v = HeadOperand::at(base + Shared::kKeys + Shared::kTile);
   } else {
     keys.load(p.args, block, warp_key);
   }
@@ -195,8 +195,8 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
       }
       const Bias bias(p, here, {known + Shared::kStarts}, here.head, keys.first, Shared::kBytes);
       keys.add_queries(
-          HeadOperand<>::at(at), HeadOperand<>::at(at + Shared::kTile), known,
-          known + Shared::kDelta, kBias ? 1.0f : scale, dropout, tile * 64,
+          HeadOperand::at(at), HeadOperand::at(at + Shared::kTile), known, known + Shared::kDelta,
+          kBias ? 1.0f : scale, dropout, tile * 64,
           [&](float (&scores)[8][4]) { bias.add(scores, tile * 64, scale); },
           [&](float (&weights)[8][4]) {
             if (hides) zero_unseen(weights, keys.first, known + Shared::kSeen);

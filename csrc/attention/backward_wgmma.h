@@ -49,7 +49,7 @@ struct WgmmaBackwardKeys {
   // There are no registers for the gradients of the weights beside scores.
   static constexpr bool kLate = kBias || (kShared && kDropout);
   int first, end;  // the first of the keys in the sequence, and the sequence's length
-  std::conditional_t<kShared, HeadOperand<>, uint32_t[kHeadDim / 16][4]> k, v;
+  std::conditional_t<kShared, HeadOperand, uint32_t[kHeadDim / 16][4]> k, v;
   HeadSums<kHeadDim> dk, dv;
 
   // Reads the rows of the keys from `first_key` on; those of the last keys are not needed any more.
@@ -80,7 +80,7 @@ struct WgmmaBackwardKeys {
   // not count; `share` with the score gradients, and the same as A operands. The products with q
   // and dout are still being made afterwards.
   template <class Change, class Hide, class Share>
-  BU_DEVICE void add_queries(HeadOperand<> q, HeadOperand<> dout, uint32_t lse, uint32_t delta,
+  BU_DEVICE void add_queries(HeadOperand q, HeadOperand dout, uint32_t lse, uint32_t delta,
                              float unit, const AttentionDropout& dropout, int first_query,
                              const Change& change, const Hide& hide, const Share& share) {
     float s[8][4], dp[8][4];  // [keys, queries]: scores; gradients of the weights
@@ -288,7 +288,7 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
 
       const uint32_t at = base + Shared::stage(count);
       keys.add_queries(
-          HeadOperand<>::at(at), HeadOperand<>::at(at + Shared::kTile), lse_at + 256 * tile,
+          HeadOperand::at(at), HeadOperand::at(at + Shared::kTile), lse_at + 256 * tile,
           delta_at + 256 * tile, scale, dropout, tile * 64, [](const auto&) {}, [](const auto&) {},
           [&](const auto&, const auto& gradient) { keys.put(gradient, Shared::kGradients); });
       float dq[kColumns / 8][4];

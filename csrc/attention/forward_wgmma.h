@@ -47,7 +47,7 @@ struct WgmmaRows {
   // not all rows see all of its keys. `first_row`, `first_key`: in the sequence. `scored` is called
   // when the scores are there.
   template <class Scored>
-  BU_DEVICE void add_tile(HeadOperand<> k, HeadOperand<> v, int to, bool hides, float scale,
+  BU_DEVICE void add_tile(HeadOperand k, HeadOperand v, int to, bool hides, float scale,
                           const AttentionDropout& dropout, int first_row, int first_key,
                           const QueryBias<T, kBias>& bias, const Scored& scored) {
     float s[8][4];
@@ -196,8 +196,8 @@ attention_forward_wgmma_kernel(BU_PARAMS Launch p) {
   for (int tile = first_tile; tile < keys.tiles(); ++tile) {
     if (!behind || tile == first_tile) wait_for(tile);
     const int first_key = tile * keys.kKeys;
-    rows.add_tile(HeadOperand<>::at(base + keys.keys(tile)),
-                  HeadOperand<>::at(base + keys.values(tile)), block.k_len - first_key,
+    rows.add_tile(HeadOperand::at(base + keys.keys(tile)),
+                  HeadOperand::at(base + keys.values(tile)), block.k_len - first_key,
                   !all.holds(first_key, first_key + keys.kKeys - 1), scale, dropout, first_row,
                   first_key, bias, [&] {
                     if (behind && tile + 1 < keys.tiles()) wait_for(tile + 1);

@@ -5,25 +5,20 @@
 
 namespace bert_unpad {
 
-// kRows rows of a head in shared memory, SharedTile<64>s side by side, as operands.
-template <int kRows = 64>
+// 64 rows of a head in shared memory, SharedTile<64>s side by side, as operands.
 struct HeadOperand {
   TileOperand<64> first;
 
   // `address`: shared_base() + the first tile's offset.
   static BU_DEVICE HeadOperand at(uint32_t address) { return {TileOperand<64>::at(address)}; }
   // Rows as m or n; columns 16 * step .. + 15 as k.
-  BU_DEVICE TileOperand<64> columns(int step) const {
-    return tile(step / 4).template step<false>(step % 4);
-  }
+  BU_DEVICE TileOperand<64> columns(int step) const { return tile(step / 4).step<false>(step % 4); }
   // Columns 64 * part .. + 63 as m or n; rows 16 * step .. + 15 as k.
-  BU_DEVICE TileOperand<64> rows(int step, int part) const {
-    return tile(part).template step<true>(step);
-  }
+  BU_DEVICE TileOperand<64> rows(int step, int part) const { return tile(part).step<true>(step); }
 
  private:
   BU_DEVICE TileOperand<64> tile(int part) const {
-    return {first.low + static_cast<uint32_t>(part) * (SharedTile<64>::bytes(kRows) / 16)};
+    return {first.low + static_cast<uint32_t>(part) * (SharedTile<64>::bytes(64) / 16)};
   }
 };
 
@@ -45,20 +40,19 @@ BU_DEVICE void zero(float (&sums)[kParts][8][4]) {
 
 // sums = a b^T over all columns of a head, [64 x 64]. a from registers or from a tile.
 template <class T, int kSteps>
-BU_DEVICE void multiply_heads(float (&sums)[8][4], const uint32_t (&a)[kSteps][4],
-                              HeadOperand<> b) {
+BU_DEVICE void multiply_heads(float (&sums)[8][4], const uint32_t (&a)[kSteps][4], HeadOperand b) {
 #pragma unroll
   for (int d = 0; d < kSteps; ++d) wgmma<T, false>(sums, a[d], b.columns(d), d > 0);
 }
 template <class T, int kSteps>
-BU_DEVICE void multiply_heads(float (&sums)[8][4], HeadOperand<> a, HeadOperand<> b) {
+BU_DEVICE void multiply_heads(float (&sums)[8][4], HeadOperand a, HeadOperand b) {
 #pragma unroll
   for (int d = 0; d < kSteps; ++d) wgmma<T, false, false>(sums, a.columns(d), b.columns(d), d > 0);
 }
 
 // sums += a b, where the 64 columns of a are the rows of b.
 template <class T, int kParts>
-BU_DEVICE void add_rows(float (&sums)[kParts][8][4], const uint32_t (&a)[4][4], HeadOperand<> b) {
+BU_DEVICE void add_rows(float (&sums)[kParts][8][4], const uint32_t (&a)[4][4], HeadOperand b) {
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
 #pragma unroll
