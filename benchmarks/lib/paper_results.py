@@ -84,16 +84,12 @@ def grown(name: str) -> Callable[[], str | None]:
         higher = statistics.fmean(run["higher_loss"] for run in mine)
         factors = [run["cheaper_to_target"] for run in mine if run["cheaper_to_target"]]
         ends = [run["cheaper_to_its_end"] for run in mine if run["cheaper_to_its_end"]]
-        end = f", {between(ends)} times less than full training until it is as good" if ends else ""
         target = f"{result('growth')['target']:.0%} masked accuracy"
-        reached = f"no run reaches {target}"
-        if factors:
-            some = f", in {len(factors)} of {len(mine)} runs"
-            reached = f"{between(factors)} times less until {target}{some}"
-        return (
-            f"{cheaper:.2f} times less compute in as many updates, loss {higher:+.3f} (seeds: "
-            f"{len(mine)}){end}; {reached}"
-        )
+        said = f"{cheaper:.2f} times less compute in as many updates, loss {higher:+.3f}"
+        for some, until in ((ends, "its last accuracy"), (factors, target)):
+            factor = f"{between(some)} times less" if some else "no run"
+            said += f"; until {until} {factor} ({len(some)} of {len(mine)} seeds)"
+        return said
 
     return said
 

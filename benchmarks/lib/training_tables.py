@@ -31,9 +31,11 @@ def growth() -> str:
         factors = [run["cheaper_to_target"] for run in mine if run["cheaper_to_target"]]
         row = [name, str(len(mine)), f"{statistics.fmean(run['cheaper'] for run in mine):.2f}"]
         row += [f"{statistics.fmean(losses):.3f}", between(losses, 3), f"{accuracy:.1%}"]
-        said = f"{between(factors)} ({len(factors)} of {len(mine)})" if factors else "not reached"
         ends = [run["cheaper_to_its_end"] for run in mine if run["cheaper_to_its_end"]]
-        rows.append([*row, between(ends) if ends else "", said])
+        for some in (ends, factors):
+            said = f"{between(some)} ({len(some)} of {len(mine)})" if some else "not reached"
+            row.append(said)
+        rows.append(row)
     target = f"{found['target']:.0%}"
     grown = [run for run in found["runs"] if run["contender"] != "full"]
     met = "met" if any((run["cheaper_to_target"] or 0) >= 1.8 for run in grown) else "not met"
