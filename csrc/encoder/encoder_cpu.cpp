@@ -61,7 +61,7 @@ Tensor encoder_layers(Tensor x, Tensor cu_seqlens, int64_t max_seqlen,
 Tensor encoder_project(Tensor x, std::vector<Tensor> parameters, std::vector<int64_t> shape,
                        std::vector<double> numbers) {
   return one_layer("encoder_project", x, parameters, shape, numbers)
-      .project(x, nullptr, nullptr, nullptr)
+      .project(x, nullptr, nullptr, nullptr, false)
       .kv;
 }
 

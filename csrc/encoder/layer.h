@@ -38,7 +38,6 @@ struct Int8ProductParams {
   int64_t addend_stride;
   float* y;  // rows y_stride apart
   int64_t y_stride;
-  int32_t* sums;  // by tiles, scratch memory: the rows of a block to 16, times its columns
 };
 
 // The same of bf16 numbers: x [rows + 16, depth], rows after the last of any value; weights in
@@ -51,12 +50,14 @@ struct Bf16ProductParams {
   int64_t addend_stride;
   float* y;  // rows y_stride apart
   int64_t y_stride;
-  float* sums;  // scratch memory: the rows of a block to 16, times its columns
+  float* sums;  // scratch memory, but by tiles: the rows of a block to 16, times its columns
 };
 
 struct Bf16ProductKernels {
-  // Rounds rows of `depth` numbers that are x_stride apart.
-  void (*round)(const float* x, int64_t x_stride, int64_t rows, int64_t depth, bf16* out);
+  // Rounds rows of `depth` numbers that are x_stride and out_stride apart.
+  void (*round)(const float* x, int64_t x_stride, int64_t rows, int64_t depth, bf16* out,
+                int64_t out_stride);
+  void (*widen)(const bf16* x, int64_t numbers, float* out);
   void (*product)(const Bf16ProductParams&, int64_t row, int64_t rows, int64_t column,
                   int64_t columns);
   // That of 8 bits by AMX's tiles, of depths that are multiples of 64; null on other CPUs. It reads

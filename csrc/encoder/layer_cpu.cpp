@@ -23,6 +23,8 @@ constexpr const char* kNames[] = {
     "parameters[15]", "parameters[16]", "parameters[17]", "parameters[18]", "parameters[19]",
 };
 
+bf16* bf16_data(const Tensor& t) { return static_cast<bf16*>(t.data_ptr()); }
+
 }  // namespace
 
 EncoderLayer::EncoderLayer(const char* name, const Tensor& x, const Tensor* parameters,
@@ -72,6 +74,8 @@ EncoderLayer::EncoderLayer(const char* name, const Tensor& x, const Tensor* para
     norms_[i].weight = vector(parameters[at], hidden_, kNames[at]);
     norms_[i].bias = vector(parameters[at + 1], hidden_, kNames[at + 1]);
   }
+  // Where all products are of rounded numbers, attention takes bf16 too, if it is faster here.
+  in_bf16_ = !any_fp32_ && (isa() == Isa::kAmx || fast_bf16_dot_products());
   const Linear &in = linears_[kIn], &gate = linears_[kGate];
   check(!gated_ || (!in.weight == !gate.weight && !in.panels == !gate.panels &&
                     !in.bf16_panels == !gate.bf16_panels),
@@ -121,9 +125,11 @@ EncoderLayer::Block EncoderLayer::block_memory(int64_t rows) const {
   const int64_t widest = std::max({hidden_, attended(), intermediate_});
   // Products by tiles read 16 rows at a time, from any row on.
   const int64_t bytes = any_int8_ ? multiple_of(64, (rows + 16) * widest) : 0;
-  const int64_t bf16_rows = any_bf16_ ? (rows + 16) * widest / 2 : 0;
+  const int64_t rounded = any_bf16_ ? (rows + 16) * widest / 2 : 0;
+  const int64_t wide = in_bf16_ ? rows * qkv_width() : 0;
+  const int64_t inner = (rows + (linears_[kLast].bf16_panels ? 16 : 0)) * intermediate_;
   float* memory =
-      thread_scratch<1>(rows * (3 * hidden_ + intermediate_ + 2) + bytes / 4 + bf16_rows + 64);
+      thread_scratch<1>(rows * (3 * hidden_ + 2) + inner + bytes / 4 + rounded + wide + 64);
   const auto take = [&](int64_t floats) {
     float* out = memory;
     memory += floats;
@@ -133,11 +139,12 @@ EncoderLayer::Block EncoderLayer::block_memory(int64_t rows) const {
   block.normed = take(rows * hidden_);
   block.middle = take(rows * hidden_);
   block.sum = take(rows * hidden_);
-  block.hidden = take(rows * intermediate_);
+  block.inner = take(inner);
+  block.wide = take(wide);
   block.int8.scales = take(rows);
   block.int8.zeros = reinterpret_cast<int32_t*>(take(rows));
   block.int8.data = any_int8_ ? reinterpret_cast<uint8_t*>(take(bytes / 4)) : nullptr;
-  block.bf16_rows = any_bf16_ ? reinterpret_cast<bf16*>(take(bf16_rows)) : nullptr;
+  block.bf16_rows = any_bf16_ ? reinterpret_cast<bf16*>(take(rounded)) : nullptr;
   return block;
 }
 
@@ -150,22 +157,26 @@ const float* EncoderLayer::enter(bool on_all, const float* x, const Block& memor
 }
 
 // From attention's result and the layer's input x to the layer's output.
-void EncoderLayer::leave(bool on_all, const float* attended_rows, const float* x, float* out,
+void EncoderLayer::leave(bool on_all, const Input& attended_rows, const float* x, float* out,
                          const Block& m, int64_t rows) const {
-  multiply(on_all, linears_[kOut], input(on_all, attended_rows, attended(), rows, m),
-           {m.sum, hidden_, x});
+  multiply(on_all, linears_[kOut], attended_rows, {m.sum, hidden_, x});
   normalise(on_all, norms_[kMiddleNorm], m.sum, m.middle, rows);
-  const Activation activation{kind_, !linears_[kLast].weight, gated_ ? &linears_[kGate] : nullptr};
+  const Linear& last = linears_[kLast];
+  const Activation activation{kind_, !last.weight, gated_ ? &linears_[kGate] : nullptr};
+  // What the last product takes in bf16 is rounded where it is made.
+  bf16* rounded = last.bf16_panels ? reinterpret_cast<bf16*>(m.inner) : nullptr;
   multiply(on_all, linears_[kIn], input(on_all, m.middle, hidden_, rows, m),
-           {m.hidden, intermediate_, nullptr}, &activation);
+           {m.inner, intermediate_, nullptr, rounded}, &activation);
   const bool closes = norms_[kLastNorm].weight;
-  multiply(on_all, linears_[kLast], input(on_all, m.hidden, intermediate_, rows, m),
+  multiply(on_all, last,
+           rounded ? Input{nullptr, 0, rows, {}, rounded}
+                   : input(on_all, m.inner, intermediate_, rows, m),
            {closes ? m.normed : out, hidden_, before_ ? m.sum : m.middle});
   if (closes) normalise(on_all, norms_[kLastNorm], m.normed, out, rows);
 }
 
-void EncoderLayer::set_rotary(RotaryCpuParams& p, const Tensor& positions, float* x,
-                              int64_t stride) const {
+// All but where the numbers are.
+void EncoderLayer::set_rotary(RotaryCpuParams& p, const Tensor& positions, int64_t stride) const {
   const RotarySettings settings{heads_ + kv_heads_, theta_, head_dim_, false,
                                 position_scale_,    false};
   p.dtype = DType::kFloat32;
@@ -173,7 +184,6 @@ void EncoderLayer::set_rotary(RotaryCpuParams& p, const Tensor& positions, float
   p.heads = settings.heads;
   p.pairs = head_dim_ / 2;
   p.positions = positions.const_data_ptr();
-  p.x = p.out = x;
   p.x_token_stride = p.out_token_stride = stride;
   p.x_head_stride = p.out_head_stride = head_dim_;
   for (int64_t i = 0; i < p.pairs; ++i) {
@@ -185,19 +195,13 @@ void EncoderLayer::set_rotary(RotaryCpuParams& p, const Tensor& positions, float
 
 Tensor EncoderLayer::attend(const Projected& projected, const int32_t* cu_q, const int32_t* cu_k,
                             int64_t sequences) const {
-  // Where all products are of rounded numbers, attention takes bf16 too, if it is faster here.
-  const bool in_bf16 = !any_fp32_ && (isa() == Isa::kAmx || fast_bf16_dot_products());
-  const AttentionKernels& kernels = in_bf16 ? *attention_bf16_kernels() : attention_kernels();
-  const auto in_dtype = [&](const Tensor& t) {
-    return in_bf16 ? torch::stable::to(t, ScalarType::BFloat16) : t;
-  };
-  const Tensor kv = in_dtype(projected.kv);
-  const Tensor q = projected.q.size(0) > 0 ? in_dtype(projected.q) : kv;
+  const AttentionKernels& kernels = in_bf16_ ? *attention_bf16_kernels() : attention_kernels();
+  const Tensor &kv = projected.kv, &q = projected.q.size(0) > 0 ? projected.q : kv;
   const int64_t queries = q.size(0), width = kv.size(1), key = width - 2 * kv_width();
-  Tensor out = allocate(q, {queries, attended()});
+  Tensor out = allocate(q, {queries + (in_bf16_ ? 16 : 0), attended()});
   Tensor lse = allocate(q, {heads_, queries}, ScalarType::Float);
   AttentionCpuParams p{};
-  p.dtype = in_bf16 ? DType::kBFloat16 : DType::kFloat32;
+  p.dtype = in_bf16_ ? DType::kBFloat16 : DType::kFloat32;
   p.heads = static_cast<int>(heads_);
   p.kv_heads = static_cast<int>(kv_heads_);
   p.head_dim = static_cast<int>(head_dim_);
@@ -219,30 +223,46 @@ Tensor EncoderLayer::attend(const Projected& projected, const int32_t* cu_q, con
   for_tasks(on_all, static_cast<int64_t>(tasks.size()), [&](int64_t i) {
     kernels.forward(p, tasks[i], thread_scratch(kernels.scratch(p, tasks[i], false)));
   });
-  return in_bf16 ? torch::stable::to(out, ScalarType::Float) : out;
+  return out;
 }
 
 EncoderLayer::Projected EncoderLayer::project(const Tensor& x, const Tensor* positions,
-                                              const Tensor* rows, float* copies) {
+                                              const Tensor* rows, float* copies, bool in_bf16) {
   const int64_t kv = kv_width(), width = rows ? 2 * kv : qkv_width();
   const int64_t queries = rows ? rows->size(0) : 0;
-  Projected found{allocate(x, {queries, attended()}), allocate(x, {tokens_, width})};
-  auto *q = found.q.mutable_data_ptr<float>(), *qkv = found.kv.mutable_data_ptr<float>();
-  float* key = qkv + width - 2 * kv;
+  const ScalarType dtype = in_bf16 ? ScalarType::BFloat16 : ScalarType::Float;
+  Projected found{allocate(x, {queries, attended()}, dtype), allocate(x, {tokens_, width}, dtype)};
+  // Rows of a result, or where they are until they are rounded.
+  const auto place = [&](Tensor& result, int64_t first, const Block& memory) {
+    if (in_bf16) return memory.wide;
+    return result.mutable_data_ptr<float>() + first * result.size(1);
+  };
+  const auto round = [&](bool on_all, Tensor& result, int64_t first, int64_t count,
+                         const float* from) {
+    const int64_t columns = result.size(1);
+    if (in_bf16)
+      round_rows(on_all, {from, columns, count, {}, bf16_data(result) + first * columns}, columns);
+  };
   const auto* base = x.const_data_ptr<float>();
   RotaryCpuParams rotary{};
-  if (theta_ != 0.0 && positions) set_rotary(rotary, *positions, qkv, width);
-  const RowBlocks all(tokens_, packs_), some(queries, packs_);
+  if (theta_ != 0.0 && positions) set_rotary(rotary, *positions, width);
+  const RowBlocks all = blocks(tokens_), some = blocks(queries);
   if (!all.split) pack_all(kQuery, kOut);
   all.for_each([&](int64_t first, int64_t count) {
     const Block memory = block_memory(count);
     const bool split = all.split;
     const Input in =
         input(split, enter(split, base + first * hidden_, memory, count), hidden_, count, memory);
-    if (!rows) multiply(split, linears_[kQuery], in, {qkv + first * width, width, nullptr});
-    multiply(split, linears_[kKey], in, {key + first * width, width, nullptr});
-    multiply(split, linears_[kValue], in, {key + kv + first * width, width, nullptr});
-    if (rotary.positions) rotary_kernels().rotate(rotary, first, first + count);
+    float *qkv = place(found.kv, first, memory), *key = qkv + width - 2 * kv;
+    if (!rows) multiply(split, linears_[kQuery], in, {qkv, width});
+    multiply(split, linears_[kKey], in, {key, width});
+    multiply(split, linears_[kValue], in, {key + kv, width});
+    if (rotary.positions) {
+      RotaryCpuParams here = rotary;
+      here.x = here.out = qkv - first * width;
+      rotary_kernels().rotate(here, first, first + count);
+    }
+    round(split, found.kv, first, count, qkv);
   });
   if (!rows) return found;
   const auto* chosen = rows->const_data_ptr<int64_t>();
@@ -253,7 +273,9 @@ EncoderLayer::Projected EncoderLayer::project(const Tensor& x, const Tensor* pos
       std::memcpy(copies + i * hidden_, base + chosen[i] * hidden_, hidden_ * sizeof(float));
     const Input in =
         input(split, enter(split, copies + first * hidden_, memory, count), hidden_, count, memory);
-    multiply(split, linears_[kQuery], in, {q + first * attended(), attended(), nullptr});
+    float* q = place(found.q, first, memory);
+    multiply(split, linears_[kQuery], in, {q, attended()});
+    round(split, found.q, first, count, q);
   });
   return found;
 }
@@ -261,13 +283,22 @@ EncoderLayer::Projected EncoderLayer::project(const Tensor& x, const Tensor* pos
 Tensor EncoderLayer::finish(const Tensor& x, const Tensor& attended_rows) {
   const int64_t rows = x.size(0);
   Tensor out = allocate(x, {rows, hidden_});
-  const RowBlocks blocks(rows, packs_);
-  if (!blocks.split) pack_all(kOut, kLinears);
-  const auto *from = attended_rows.const_data_ptr<float>(), *residual = x.const_data_ptr<float>();
+  const RowBlocks all = blocks(rows);
+  if (!all.split) pack_all(kOut, kLinears);
+  const bool in_bf16 = attended_rows.scalar_type() == ScalarType::BFloat16;
+  const auto* residual = x.const_data_ptr<float>();
   auto* to = out.mutable_data_ptr<float>();
-  blocks.for_each([&](int64_t first, int64_t count) {
-    leave(blocks.split, from + first * attended(), residual + first * hidden_, to + first * hidden_,
-          block_memory(count), count);
+  all.for_each([&](int64_t first, int64_t count) {
+    const Block memory = block_memory(count);
+    const bool split = all.split;
+    const int64_t at = first * attended();
+    Input in{nullptr, 0, count, {}, in_bf16 ? bf16_data(attended_rows) + at : nullptr};
+    if (!in_bf16 || !linears_[kOut].bf16_panels) {
+      const float* from = in_bf16 ? memory.wide : attended_rows.const_data_ptr<float>() + at;
+      if (in_bf16) widen_rows(split, in.bf16_rows, count, attended(), memory.wide);
+      in = input(split, from, attended(), count, memory);
+    }
+    leave(split, in, residual + first * hidden_, to + first * hidden_, memory, count);
   });
   return out;
 }
@@ -282,7 +313,7 @@ Tensor EncoderLayer::run(const Tensor& x, const Sequences& sequences, const Outp
   if (queries == 0) return allocate(x, {0, hidden_});
   const Tensor residual = rows ? allocate(x, {queries, hidden_}) : x;
   float* copies = rows ? residual.mutable_data_ptr<float>() : nullptr;
-  const Projected projected = project(x, sequences.positions, rows, copies);
+  const Projected projected = project(x, sequences.positions, rows, copies, in_bf16_);
   return finish(residual, attend(projected, rows ? out.cu_rows : sequences.cu_seqlens,
                                  sequences.cu_seqlens, sequences.count));
 }

@@ -50,12 +50,14 @@ class EncoderLayer {
   Tensor run(const Tensor& x, const Sequences& sequences, const OutputRows& out);
 
   // Queries, keys and values of all tokens side by side; or queries of these rows of x, which are
-  // copied to `copies`, and keys and values of all tokens.
+  // copied to `copies`, and keys and values of all tokens. In fp32, or rounded.
   struct Projected {
     Tensor q, kv;
   };
-  Projected project(const Tensor& x, const Tensor* positions, const Tensor* rows, float* copies);
-  // From attention's result and the rows of x that it is of to the layer's output.
+  Projected project(const Tensor& x, const Tensor* positions, const Tensor* rows, float* copies,
+                    bool in_bf16);
+  // From attention's result and the rows of x that it is of to the layer's output. In bf16 the
+  // result has 16 rows more, of any value.
   Tensor finish(const Tensor& x, const Tensor& attended_rows);
   void check_attended(const Tensor& t) const {
     check_shape(t, {tokens_, attended()}, op, "attended", "[tokens, heads * head_dim]");
@@ -77,6 +79,7 @@ class EncoderLayer {
   std::vector<std::vector<float>> vectors_;                      // padded parameters
   bool any_int8_ = false, any_bf16_ = false, any_fp32_ = false;  // weights
   bool packs_ = false;                                           // in each call
+  bool in_bf16_ = false;                                         // attention
 
   int64_t attended() const { return heads_ * head_dim_; }
   int64_t kv_width() const { return kv_heads_ * head_dim_; }
@@ -95,11 +98,16 @@ class EncoderLayer {
 
   // The memory of a block of rows.
   struct Block {
-    float *normed, *middle, *sum, *hidden;
+    float *normed, *middle, *sum;
+    float* inner;  // between the two products of the feed-forward part, in fp32 or bf16
+    float* wide;   // what attention takes or gives in bf16
     Int8Rows int8;
     bf16* bf16_rows;
   };
   Block block_memory(int64_t rows) const;
+  RowBlocks blocks(int64_t rows) const {
+    return {rows, packs_, any_fp32_ ? kBlockRows : kRoundedBlockRows};
+  }
 
   // The rows, rounded too if a linear layer needs that.
   Input input(bool on_all, const float* x, int64_t depth, int64_t rows, const Block& memory) const {
@@ -114,11 +122,11 @@ class EncoderLayer {
   void pack_all(int first, int last);
 
   const float* enter(bool on_all, const float* x, const Block& memory, int64_t rows) const;
-  void leave(bool on_all, const float* attended, const float* x, float* out, const Block& memory,
+  void leave(bool on_all, const Input& attended, const float* x, float* out, const Block& memory,
              int64_t rows) const;
   Tensor attend(const Projected& projected, const int32_t* cu_q, const int32_t* cu_k,
                 int64_t sequences) const;
-  void set_rotary(RotaryCpuParams& p, const Tensor& positions, float* x, int64_t stride) const;
+  void set_rotary(RotaryCpuParams& p, const Tensor& positions, int64_t stride) const;
 };
 
 }  // namespace bert_unpad

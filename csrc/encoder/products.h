@@ -22,21 +22,23 @@ inline constexpr int64_t kProductsForAll = 1 << 21, kNumbersForAll = 1 << 17;
 
 inline int64_t multiple_of(int64_t factor, int64_t n) { return (n + factor - 1) / factor * factor; }
 
-inline constexpr int64_t kBlockRows = 192;
+// Rows of a block: of products of fp32, and of rounded numbers, which are done so fast that what
+// comes between them has to stay in the second-level cache.
+inline constexpr int64_t kBlockRows = 192, kRoundedBlockRows = 96;
 
-// Blocks of rows, and whether there is one whose products are split instead. `packs`: weights are
-// packed in each call. Of fewer than four blocks a thread, and eight in all, since a block's memory
-// grows with its rows, it is faster to pack them slab by slab, within the cache, than whole (fp32,
-// 240 to 800 rows a thread: by 5 to 10 %).
+// Blocks of at most `most` rows, and whether there is one whose products are split instead.
+// `packs`: weights are packed in each call. Of fewer than four blocks a thread, and eight in all,
+// since a block's memory grows with its rows, it is faster to pack them slab by slab, within the
+// cache, than whole (fp32, 240 to 800 rows a thread: by 5 to 10 %).
 struct RowBlocks {
   int64_t rows, size, count;
   bool split;
 
-  RowBlocks(int64_t rows, bool packs) : rows(rows) {
+  RowBlocks(int64_t rows, bool packs, int64_t most) : rows(rows) {
     const int64_t threads = torch::stable::get_num_threads();
     const int64_t few = packs ? std::max(threads, std::min<int64_t>(4 * threads, 8)) : threads;
-    split = rows < few * kBlockRows;
-    const int64_t rounds = (rows + kBlockRows * threads - 1) / (kBlockRows * threads);
+    split = rows < few * most;
+    const int64_t rounds = (rows + most * threads - 1) / (most * threads);
     size = split ? std::max<int64_t>(rows, 1)
                  : multiple_of(6, (rows + rounds * threads - 1) / (rounds * threads));
     count = (rows + size - 1) / size;
@@ -70,11 +72,13 @@ struct Input {
   bf16* bf16_rows;  // the same; rows to 16
 };
 
-// Rows of its output, `stride` apart, and contiguous rows that are added; null: none.
+// Rows of its output, `stride` apart, and contiguous rows that are added; null: none. `rounded`:
+// contiguous rows that are written in bf16 instead; null: none.
 struct Output {
   float* y;
   int64_t stride;
-  const float* addend;
+  const float* addend = nullptr;
+  bf16* rounded = nullptr;
 };
 
 // What comes after a product: an activation, times the linear layer `gate` where there is one.
@@ -97,6 +101,8 @@ void pack(bool on_all, Linear& linear, int64_t first, int64_t columns, float* pa
 // Rounds the rows of an input, `depth` numbers each, to 8 bits or to bf16, where it has memory for
 // that.
 void round_rows(bool on_all, const Input& in, int64_t depth);
+// bf16 rows in fp32.
+void widen_rows(bool on_all, const bf16* x, int64_t rows, int64_t depth, float* out);
 
 // Computes a linear layer, on all threads or on this one.
 void multiply(bool on_all, const Linear& linear, const Input& in, const Output& out,

@@ -56,19 +56,18 @@ struct Block {
 
 void compute(const Linear& linear, const Input& in, const Output& out, const Block& b) {
   if (linear.bf16_panels) {
-    float* sums = thread_scratch<3>(multiple_of(16, b.rows) * b.columns);
+    const bool by_tiles = isa() == Isa::kAmx;
+    float* sums = by_tiles ? nullptr : thread_scratch<3>(multiple_of(16, b.rows) * b.columns);
     const Bf16ProductParams p{linear.depth, in.bf16_rows, linear.bf16_panels,
                               linear.bias,  out.addend,   linear.columns,
                               out.y,        out.stride,   sums};
     bf16_product_kernels()->product(p, b.row, b.rows, b.column, b.columns);
   } else if (!linear.weight) {
     static const bool dot_products = int8_dot_products();
-    Int8ProductParams p{dot_products, linear.depth,   in.int8, linear.int8, linear.bias,
-                        out.addend,   linear.columns, out.y,   out.stride,  nullptr};
+    const Int8ProductParams p{dot_products, linear.depth,   in.int8, linear.int8, linear.bias,
+                              out.addend,   linear.columns, out.y,   out.stride};
     const auto* bf16_kernels = bf16_product_kernels();
     const bool by_tiles = bf16_kernels && bf16_kernels->int8_product && linear.depth % 64 == 0;
-    if (by_tiles)
-      p.sums = reinterpret_cast<int32_t*>(thread_scratch<3>(multiple_of(16, b.rows) * b.columns));
     (by_tiles ? bf16_kernels->int8_product : encoder_kernels().product)(p, b.row, b.rows, b.column,
                                                                         b.columns);
   } else if (linear.panels) {
@@ -97,16 +96,22 @@ void multiply_columns(bool on_all, const Linear& linear, const Input& in, const 
     Block block{task % down() * height, 0, first + task / down() * panel, 0};
     block.rows = std::min(height, in.rows - block.row);
     block.columns = std::min(panel, first + columns - block.column);
-    float* gates = nullptr;
-    if (gate) {  // the block of the gate lies at the beginning of its scratch memory
-      gates = thread_scratch(block.rows * panel);
-      compute(*gate, in, {gates - block.row * panel - block.column, panel, nullptr}, block);
-    }
-    compute(linear, in, out, block);
+    // The block of the gate, and one that is rounded, lie at the beginning of scratch memory.
+    const int64_t numbers = block.rows * panel;
+    float* scratch = gate || out.rounded ? thread_scratch(2 * numbers) : nullptr;
+    const auto there = [&](float* p) { return p - block.row * panel - block.column; };
+    if (gate) compute(*gate, in, {there(scratch), panel}, block);
+    Output to = out;
+    if (out.rounded) to = {there(scratch + numbers), panel, out.addend};
+    compute(linear, in, to, block);
+    float* y = to.y + block.row * to.stride + block.column;
     if (activation)
-      encoder_kernels().activate(activation->kind, activation->rough,
-                                 out.y + block.row * out.stride + block.column, out.stride, gates,
-                                 panel, block.rows, block.columns);
+      encoder_kernels().activate(activation->kind, activation->rough, y, to.stride,
+                                 gate ? scratch : nullptr, panel, block.rows, block.columns);
+    if (out.rounded)
+      bf16_product_kernels()->round(y, to.stride, block.rows, block.columns,
+                                    out.rounded + block.row * linear.columns + block.column,
+                                    linear.columns);
   });
 }
 
@@ -252,7 +257,16 @@ void round_rows(bool on_all, const Input& in, int64_t depth) {
       kernels.quantize(x, in.stride, rows, depth,
                        {in.int8.data + row * depth, in.int8.scales + row, in.int8.zeros + row});
     if (in.bf16_rows)
-      bf16_product_kernels()->round(x, in.stride, rows, depth, in.bf16_rows + row * depth);
+      bf16_product_kernels()->round(x, in.stride, rows, depth, in.bf16_rows + row * depth, depth);
+  });
+}
+
+void widen_rows(bool on_all, const bf16* x, int64_t rows, int64_t depth, float* out) {
+  constexpr int64_t kRows = 8;
+  on_all = on_all && rows * depth >= kNumbersForAll;
+  for_tasks(on_all, (rows + kRows - 1) / kRows, [&](int64_t i) {
+    const int64_t at = i * kRows * depth;
+    bf16_product_kernels()->widen(x + at, std::min(kRows * depth, rows * depth - at), out + at);
   });
 }
 

@@ -34,25 +34,18 @@ EXPORT void tile_product_bytes(const void* a, const void* b, int32_t* c) {
 
 // y [rows, columns] = x weight^T + bias + addend, a block of it. x [rows + 16, depth].
 EXPORT void bf16_product(const bf16* x, const bf16* panels, const float* bias, const float* addend,
-                         float* y, float* sums, int64_t depth, int64_t width, int64_t row,
-                         int64_t rows, int64_t column, int64_t columns) {
-  const bert_unpad::Bf16ProductParams p{depth, x, panels, bias, addend, width, y, width, sums};
+                         float* y, int64_t depth, int64_t width, int64_t row, int64_t rows,
+                         int64_t column, int64_t columns) {
+  const bert_unpad::Bf16ProductParams p{depth, x, panels, bias, addend, width, y, width, nullptr};
   amx::bf16_product_kernels.product(p, row, rows, column, columns);
 }
 EXPORT void int8_product(uint8_t* x, float* scales, int32_t* zeros, const int8_t* panels,
                          const float* weight_scales, const int32_t* weight_sums, const float* bias,
-                         const float* addend, float* y, int32_t* sums, int64_t depth, int64_t width,
-                         int64_t row, int64_t rows, int64_t column, int64_t columns) {
-  const bert_unpad::Int8ProductParams p{true,
-                                        depth,
-                                        {x, scales, zeros},
-                                        {panels, weight_scales, weight_sums},
-                                        bias,
-                                        addend,
-                                        width,
-                                        y,
-                                        width,
-                                        sums};
+                         const float* addend, float* y, int64_t depth, int64_t width, int64_t row,
+                         int64_t rows, int64_t column, int64_t columns) {
+  const bert_unpad::Int8ProductParams p{
+      true, depth, {x, scales, zeros}, {panels, weight_scales, weight_sums}, bias, addend, width,
+      y,    width};
   amx::bf16_product_kernels.int8_product(p, row, rows, column, columns);
 }
 
