@@ -92,6 +92,32 @@ def test_reach_and_window(
     compare(Case(lengths, **options), dtype, backend.device)
 
 
+@pytest.mark.parametrize(
+    ("options", "reach", "count"),
+    [
+        pytest.param({"q_lengths": [90, 0, 17, 4], "kv_heads": 1}, 135, 64, id="cross"),
+        pytest.param({"window": (20, 33)}, 9, 5, id="window"),
+        pytest.param({}, 1, 2, id="three_distances"),
+        pytest.param({}, 136, 7, id="too_many_distances"),
+        pytest.param({}, 40, 65, id="too_many_buckets"),
+    ],
+)
+@OF_ANY_KIND
+def test_tables_by_distance(
+    backend: Backend,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    options: dict[str, object],
+    reach: int,
+    count: int,
+) -> None:
+    """Few distances and buckets have a way of their own on a GPU, and without one distance."""
+    torch.manual_seed(derived(5))
+    case = Case([150, 3, 64, 0], buckets=random_buckets(reach, count), parts=("table",), p=0.1,
+                **options)  # fmt: skip
+    compare(case, dtype, backend.device)
+
+
 @OF_KIND
 def test_buckets_of_models(backend: Backend, kernels: Kernels, dtype: torch.dtype) -> None:
     torch.manual_seed(derived(2))
