@@ -19,14 +19,16 @@ using QueryGradientKeys =
     KeyTiles<T, kHeadDim, kQueryGradientWarps, 2, 2, kHeadDim == 128 ? 32 : 64>;
 
 // What a position bias has in shared memory after the tiles: gradients, strips, a table and sums.
+// With 128 columns there are no registers for the last three.
 template <class T, int kHeadDim>
 struct QueryGradientBias {
-  using Strip = DistanceStrip<true, QueryGradientKeys<T, kHeadDim>::kKeys>;
+  static constexpr bool kByDistance = kHeadDim < 128;
+  using Strip = DistanceStrip<kByDistance, QueryGradientKeys<T, kHeadDim>::kKeys>;
   static constexpr uint32_t kGradients = QueryGradientKeys<T, kHeadDim>::kSharedBytes;
   static constexpr uint32_t kStrips = kGradients + kQueryGradientWarps * GradientTile<16>::kBytes;
   static constexpr uint32_t kTable = kStrips + kQueryGradientWarps * Strip::kBytes;
   static constexpr uint32_t kSums = kTable + Strip::kTableBytes;
-  static constexpr uint32_t kBytes = kSums + TableSums<true>::kBytes;
+  static constexpr uint32_t kBytes = kSums + TableSums<kByDistance>::kBytes;
 };
 
 // Three blocks on an SM for head dim 32: unasked, ptxas takes two registers too many for that with
@@ -82,15 +84,14 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
   const QueryBias<T, kBias> bias(p, block, windows, first_row);
   const QueryBiasSums<T, kBias> sums(p, block, windows, first_row, keys.kSharedBytes);
   using Shared = QueryGradientBias<T, kHeadDim>;
-  const DistanceStrip<kBias, keys.kKeys> strip(p, Shared::kStrips, Shared::kTable);
-  TableSums<kBias> table(p, Shared::kSums);
+  constexpr bool kByDistance = kBias && Shared::kByDistance;
+  const DistanceStrip<kByDistance, keys.kKeys> strip(p, Shared::kStrips, Shared::kTable);
+  TableSums<kByDistance> table(p, Shared::kGradients, Shared::kSums);
   sums.zero();
-  if constexpr (kBias) {
-    if (strip.used()) strip.load(block.head, threadIdx.x, 32 * kQueryGradientWarps);
-    if (table.used()) table.clear(sums.tile);
-  }
+  if (strip.used()) strip.load(block.head, threadIdx.x, 32 * kQueryGradientWarps);
+  if (table.used()) table.clear();
   // From the warp's last row to key 0, where it matters.
-  [[maybe_unused]] const int distance = block.q_len - block.k_len - first_row - 15;
+  const int distance = block.q_len - block.k_len - first_row - 15;
   const float unit = kBias ? 1.0f : scale;  // of a score, once it has its bias
   float dq[kHeadDim / 8][4] = {};
 
@@ -99,11 +100,9 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
     sync_block();  // the tile is there for all, and all are done with the one before it
     keys.start(tile + 1);
     if (first_row >= block.q_len) continue;
-    if constexpr (kBias) {
-      if (strip.used()) {
-        strip.fill(distance + tile * keys.kKeys);
-        sync_warp();
-      }
+    if (strip.used()) {
+      strip.fill(distance + tile * keys.kKeys);
+      sync_warp();
     }
     const uint32_t k_tile = keys.keys(tile), v_tile = keys.values(tile);
 #pragma unroll 1
@@ -122,12 +121,10 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
         mma<T>(dp[0], dout[d], b[0], b[1]);
         mma<T>(dp[1], dout[d], b[2], b[3]);
       }
-      if (strip.used()) {
-        if constexpr (kBias)
-          strip.template add<1>(s, scale, 16 * step + 2 * (lane % 4) - lane / 4 + 15);
-      } else {
+      if (strip.used())
+        strip.template add<1>(s, scale, 16 * step + 2 * (lane % 4) - lane / 4 + 15);
+      else
         bias.add(s, first_key, scale);
-      }
       if constexpr (kDropout) {
         if (!kBias || dropout.draws())
           dropout.apply(dp, dropout.tile(dropout.draw(first_row / 16, first_key / 32),
@@ -144,11 +141,10 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
         }
       }
       sums.put(dp);
-      if (table.used()) {
-        if constexpr (kBias) table.add(sums.tile, distance + first_key);
-      } else {
+      if (table.used())
+        table.add(distance + first_key);
+      else
         sums.add_up(first_key, {first_key, first_key + 16});
-      }
       uint32_t gradients[4];
       pack_a<T>(gradients, dp[0], dp[1]);
 #pragma unroll
@@ -160,10 +156,7 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
       }
     }
   }
-  if constexpr (kBias) {
-    if (table.used() && first_tile < keys.tiles())  // else they are zeros already
-      table.write({p.bias.dquery_sums, p, block.q_begin + block_row, block.head}, 1.0f, 0);
-  }
+  if (table.used()) table.write(block.q_begin + block_row, block.head, 1.0f, 0);
   if (first_row >= block.q_len) return;
   store_rows<T>(dq, p.args.scale, p.args.scale, HeadRows<T>(p.args.dq, block.q_begin, block.head),
                 first_row, block.q_len, 0);

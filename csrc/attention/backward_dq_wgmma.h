@@ -85,13 +85,11 @@ struct WgmmaQueryGradients {
     // beside the second product's sums.
     wgmma_wait<0>();
     wgmma_fence_operand(s);
-    if constexpr (kBias) {  // before there are sums of the second product
-      const int lane = threadIdx.x % 32;
-      if (strip.used())
-        strip.template add<1>(s, scale, 2 * (lane % 4) - lane / 4 + 15);
-      else
-        bias.add(s, first_key, scale);
-    }
+    const int lane = threadIdx.x % 32;
+    if (strip.used())  // before there are sums of the second product
+      strip.template add<1>(s, scale, 2 * (lane % 4) - lane / 4 + 15);
+    else
+      bias.add(s, first_key, scale);
     wgmma_fence();
     multiply_heads<T, kHeadDim / 16>(dp, dout, v);
     wgmma_commit();
@@ -170,14 +168,12 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
   const QueryBias<T, kBias> bias(p, block, windows, first_row);
   const QueryBiasSums<T, kBias, 64> sums(p, block, windows, first_row, Shared::kBytes);
   const DistanceStrip<kBias, 64> strip(p, Shared::kStrips, Shared::kTable);
-  TableSums<kBias, 64> table(p, Shared::kSums);
+  TableSums<kBias, 64> table(p, Shared::kBytes, Shared::kSums);
   sums.zero();
-  if constexpr (kBias) {
-    if (strip.used()) strip.load(block.head, threadIdx.x, 128);
-    if (table.used()) table.clear(sums.tile);
-  }
+  if (strip.used()) strip.load(block.head, threadIdx.x, 128);
+  if (table.used()) table.clear();
   // From the warp's last row to key 0, where it matters.
-  [[maybe_unused]] const int distance = block.q_len - block.k_len - first_row - 15;
+  const int distance = block.q_len - block.k_len - first_row - 15;
   RowRange seen = any;  // by the warp's queries
   if constexpr (kBias) seen = windows.keys_of_any(windows.template span<16>(first_row));
   const float scale = p.args.scale * kLog2e;
@@ -190,29 +186,22 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
     sync_block();
     keys.start(tile + 1);
     const int first_key = tile * keys.kKeys;
-    if constexpr (kBias) {
-      if (strip.used()) {
-        strip.fill(distance + first_key);
-        sync_warp();
-      }
+    if (strip.used()) {
+      strip.fill(distance + first_key);
+      sync_warp();
     }
     rows.add_tile(dout, HeadOperand::at(base + keys.keys(tile)),
                   HeadOperand::at(base + keys.values(tile)),
                   !all.holds(first_key, first_key + keys.kKeys - 1), scale, dropout, first_row,
                   first_key, bias, strip, sums);
-    if (table.used()) {
-      if constexpr (kBias) table.add(sums.tile, distance + first_key);
-    } else {
+    if (table.used())
+      table.add(distance + first_key);
+    else
       sums.add_up(first_key, seen, keep);
-    }
   }
   wgmma_wait<0>();
   wgmma_fence_operand(rows.dq);
-  if constexpr (kBias) {
-    if (table.used() && first_tile < keys.tiles())  // else they are zeros already
-      table.write({p.bias.dquery_sums, p, block.q_begin + block_row, block.head}, keep,
-                  Shared::kDout);
-  }
+  if (table.used()) table.write(block.q_begin + block_row, block.head, keep, Shared::kDout);
   const float unit = p.args.scale * keep;
   store_head_rows<T>(rows.dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head),
                      first_row, block.q_len);

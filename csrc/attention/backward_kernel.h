@@ -146,10 +146,8 @@ struct BackwardKeys {
       }
     }
     if (strip.used()) {
-      if constexpr (kBias) {
-        const int lane = threadIdx.x % 32, column = first_query % kQueries + 2 * (lane % 4);
-        strip.template add<-1>(s[0], scale, lane / 4 - column + kQueries - 1);
-      }
+      const int lane = threadIdx.x % 32, column = first_query % kQueries + 2 * (lane % 4);
+      strip.template add<-1>(s[0], scale, lane / 4 - column + kQueries - 1);
     } else {
       bias.add(s[0], first_query, scale);
     }
@@ -379,9 +377,7 @@ attention_backward_kernel(BU_PARAMS Launch p) {
     const DistanceStrip<kBias, kQueries> strip(
         p, BiasShared::strips(Shared::bytes(0)),
         BiasShared::tables(Shared::bytes(0)) + threadIdx.x / 32 * (4 * kMostDistances));
-    if constexpr (kBias) {
-      if (strip.used()) strip.load(block.head + pass, threadIdx.x % 32, 32);
-    }
+    if (strip.used()) strip.load(block.head + pass, threadIdx.x % 32, 32);
     // A fused block has at least one tile.
     for (int tile = first_tile, next = 0; (kFused && tile == 0) || tile < query_tiles;
          tile = next, ++tiles_before) {
@@ -398,11 +394,9 @@ attention_backward_kernel(BU_PARAMS Launch p) {
 
       const uint32_t values = Shared::kRowValues + 8 * kQueries * (kFused ? tile : count % 2);
       if (keys.first < kept.get().k_len) {
-        if constexpr (kBias) {
-          if (strip.used()) {  // from the tile's last query to the warp's first key
-            strip.fill(keys.first - block.k_len + block.q_len - (tile + 1) * kQueries + 1);
-            sync_warp();
-          }
+        if (strip.used()) {  // from the tile's last query to the warp's first key
+          strip.fill(keys.first - block.k_len + block.q_len - (tile + 1) * kQueries + 1);
+          sync_warp();
         }
 #pragma unroll 1
         for (int step = 0; step < kQueries / 16; ++step) {

@@ -26,11 +26,16 @@ BU_DEVICE int place_of(const cuda::AttentionCudaBias& bias, int distance) {
   return reach + (distance < -reach ? -reach : distance < reach ? distance : reach);
 }
 
-// A warp's strip for tiles of kTile columns; without a bias, nothing.
-template <bool kBias, int kTile>
+// A warp's strip for tiles of kTile columns; nothing where kUsed is false.
+template <bool kUsed, int kTile>
 struct DistanceStrip {
+  static constexpr uint32_t kBytes = 0, kTableBytes = 0;
   BU_DEVICE DistanceStrip(const AttentionLaunch&, uint32_t, uint32_t) {}
   BU_DEVICE bool used() const { return false; }
+  BU_DEVICE void load(int, int, int) const {}
+  BU_DEVICE void fill(int) const {}
+  template <int kStep, int kTiles>
+  BU_DEVICE void add(float (&)[kTiles][4], float, int) const {}
 };
 
 template <int kTile>
@@ -94,11 +99,16 @@ class DistanceStrip<true, kTile> {
   }
 };
 
-// The gradient of the table from a block's queries, 16 of each of 4 warps; without a bias, nothing.
-template <bool kBias, int kColumns = 16>
+// The gradient of the table from a block's queries, 16 of each of 4 warps; nothing where kUsed is
+// false.
+template <bool kUsed, int kColumns = 16>
 struct TableSums {
-  BU_DEVICE TableSums(const AttentionLaunch&, uint32_t) {}
+  static constexpr uint32_t kBytes = 0;
+  BU_DEVICE TableSums(const AttentionLaunch&, uint32_t, uint32_t) {}
   BU_DEVICE bool used() const { return false; }
+  BU_DEVICE void clear() const {}
+  BU_DEVICE void add(int) const {}
+  BU_DEVICE void write(uint32_t, int, float, uint32_t) const {}
 };
 
 template <int kColumns>
@@ -106,6 +116,7 @@ class TableSums<true, kColumns> {
   static constexpr uint32_t kOfWarp = 4 * kMostDistances;
   static constexpr int kWarps = 4, kShare = kMostDistances / kWarps;
   const AttentionBiasLaunch& p_;
+  const GradientTile<kColumns> tile_;
   const uint32_t first_;
   float nearest_ = 0.0f, furthest_ = 0.0f;  // of distances that count as the first and the last
 
@@ -114,30 +125,31 @@ class TableSums<true, kColumns> {
  public:
   static constexpr uint32_t kBytes = kWarps * kOfWarp;
 
-  BU_DEVICE TableSums(const AttentionBiasLaunch& p, uint32_t first) : p_(p), first_(first) {}
+  // The block's tiles begin at offset `tiles`, its sums at `first`.
+  BU_DEVICE TableSums(const AttentionBiasLaunch& p, uint32_t tiles, uint32_t first)
+      : p_(p), tile_(tiles), first_(first) {}
 
   BU_DEVICE bool used() const {
     return p_.bias.dquery_sums != nullptr && p_.bias.dquery == nullptr &&
-           p_.bias.buckets <= kMostTableBuckets && takes_distances(p_) && p_.args.window.left < 0 &&
-           p_.args.window.right < 0;
+           p_.bias.buckets <= kMostTableBuckets && takes_distances(p_);
   }
 
   // Before all else.
-  BU_DEVICE void clear(const GradientTile<kColumns>& tile) const {
-    tile.clear();
+  BU_DEVICE void clear() const {
+    tile_.clear();
     for (uint32_t place = threadIdx.x % 32; place < kMostDistances; place += 32)
       store_shared<float>(at(threadIdx.x / 32, place), 0.0f);
   }
 
-  // The gradients in `tile`; `first`: the distance from its last row to its first column.
-  BU_DEVICE void add(const GradientTile<kColumns>& tile, int first) {
+  // The gradients in the warp's tile; `first`: the distance from its last row to its first column.
+  BU_DEVICE void add(int first) {
     const int lane = threadIdx.x % 32, last = 2 * p_.bias.reach;
     sync_warp();
 #pragma unroll
     for (int i = 0; i < kColumns + 15; i += 32) {
       const int number = i + lane;
       if (number >= kColumns + 15) continue;
-      const float x = tile.diagonal(number);
+      const float x = tile_.diagonal(number);
       const int place = place_of(p_.bias, first + number);
       if (place == 0) {
         nearest_ += x;
@@ -152,14 +164,14 @@ class TableSums<true, kColumns> {
     if constexpr (kColumns == 16) sync_warp();
   }
 
-  // Writes the block's sums, times `factor`, to the first of its rows. All threads take part;
-  // `free`: where 4 * kWarps * kMostTableBuckets bytes of shared memory are.
-  BU_DEVICE void write(const BucketRows& rows, float factor, uint32_t free) {
+  // Writes the block's sums, times `factor`, to those of its first query, `token` of all, under one
+  // head. All threads take part; `free`: where 4 * kWarps * kMostTableBuckets bytes are.
+  BU_DEVICE void write(uint32_t token, int head, float factor, uint32_t free) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, last = 2 * p_.bias.reach;
     const float nearest = warp_sum(nearest_), furthest = warp_sum(furthest_);
-    if (lane == 0) {
+    if (lane == 0) {  // in this order: one distance alone is the nearest
+      store_shared<float>(at(warp, last), furthest);
       store_shared<float>(at(warp, 0), nearest);
-      if (last > 0) store_shared<float>(at(warp, last), furthest);
     }
     sync_block();
     // A warp has a share of the places; buckets take the place of the second warp's sums.
@@ -190,7 +202,8 @@ class TableSums<true, kColumns> {
     float sum = 0.0f;
     for (int other = 0; other < kWarps; ++other)
       sum += load_shared<float>(free + 4 * (other * kMostTableBuckets + bucket));
-    store_global<float>(rows.row(0) + bucket, sum * factor);
+    store_global<float>(BucketRows(p_.bias.dquery_sums, p_, token, head).first + bucket,
+                        sum * factor);
   }
 };
 

@@ -76,20 +76,6 @@ def address(number: int) -> int:
 
 
 @dataclass(frozen=True)
-class Bias:
-    """A position bias with these parts, and gradients of all of them."""
-
-    buckets: tuple[int, ...]
-    """Of the distances from -reach to reach."""
-    parts: tuple[str, ...] = ("table",)
-    """Of table, query and key."""
-
-    @property
-    def count(self) -> int:
-        return max(self.buckets) + 1
-
-
-@dataclass(frozen=True)
 class Batch:
     """Sequences of these lengths, and how a call launches them: in `order`, whose parts `groups`
     (sequences, longest) are launched side by side; all at once without."""
@@ -101,7 +87,9 @@ class Batch:
     groups: tuple[tuple[int, int], ...] = ()
     window: int = -1
     """Keys on each side that a query sees; -1: all."""
-    bias: Bias | None = None
+    buckets: tuple[int, ...] = ()
+    """Of a position bias that is a table by distance, which gets a gradient: of the distances from
+    -reach to reach; empty: no bias."""
 
     @property
     def tokens(self) -> int:
@@ -214,27 +202,16 @@ def _parameters(
         starts, lengths = batch.cu_seqlens[list(batch.order)], np.array(batch.lengths)
         rows = (batch.order, starts, lengths[list(batch.order)], np.zeros_like(starts))
         regions[order] = np.stack(rows, 1).astype(np.int32).ravel()
-    if batch.bias is None:
+    if not batch.buckets:
         return bytes(_Launch(*values)), Memory(regions)
-    bias, bucket = batch.bias, address(16)
-    regions[bucket] = np.array(bias.buckets, np.int32)
-    has = {part: part in bias.parts for part in ("table", "query", "key")}
-    rows_of_queries = has["table"] or has["query"]
-    places = [address(n) if has[part] else None for n, part in ((17, "table"), (18, "table"))]
-    terms = [packed_bias(bias.count * h, bias.count, 19 + i) if has[part] else _Packed()
-             for i, part in enumerate(("query", "key"))]  # fmt: skip
-    launch = _BiasLaunch(
-        *values, bias.count, len(bias.buckets) // 2, bucket, *places, *terms,
-        *(address(21 + i) if has[part] else None for i, part in enumerate(has)),
-        address(24) if rows_of_queries else None,
-        address(25) if has["key"] else None,
-        address(26) if has["table"] else None,
-    )  # fmt: skip
-    return bytes(launch), Memory(regions)
-
-
-def packed_bias(token_stride: int, head_stride: int, number: int) -> _Packed:
-    return _Packed(address(number), token_stride, head_stride)
+    bucket, rows = address(16), _Packed()
+    regions[bucket] = np.array(batch.buckets, np.int32)
+    bias = (
+        *(max(batch.buckets) + 1, len(batch.buckets) // 2),
+        *(bucket, address(17), address(18), rows, rows, address(19), None, None),
+        *(address(20), None, address(21)),
+    )
+    return bytes(_BiasLaunch(*values, *bias)), Memory(regions)
 
 
 def _kinds(batch: Batch, sequences: Sequence[int], tiles: int, rows: int) -> list[tuple[int, ...]]:
@@ -299,7 +276,7 @@ def backward(
     """The launches of a backward pass. Bytes: q, k, v, out, dout and their gradients but out's,
     and lse; not fused, q, k, v and dout twice, and delta. Fused with several passes over the keys,
     also the sums of dQ after each but the last; they are read while L2 still has them."""
-    if batch.bias is not None:
+    if batch.buckets:
         return _bias_backward(available, batch, dropout_p)
     d, fused = batch.head_dim, backward_is_fused(batch, architecture)
     rows = batch.tokens * batch.heads
@@ -331,12 +308,12 @@ def backward(
 def _bias_backward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> list[Stage]:
     """What launch_bias.h starts, for head dimensions up to 64."""
     d, tile, queries, keys = batch.head_dim, backward_tile(batch.head_dim), [], []
-    sums = GRADIENT_TILE[16]
+    of_queries, of_keys = bias_kernel_names(d)
+    of_warps = 4 * (GRADIENT_TILE[16] + STRIP)
     for run in batch.runs:
-        of_queries, of_keys = bias_kernel_names(d)
-        shared = 4 * tile * 2 * d + 4 * (sums + STRIP) + 5 * DISTANCES
+        shared = 4 * tile * 2 * d + of_warps + 5 * DISTANCES
         queries.append(launch_of(available, batch, dropout_p, of_queries, 128, shared, run, 64))
-        shared = backward_shared(d, 4, False, tile, run[2]) + 4 * (sums + STRIP + DISTANCES)
+        shared = backward_shared(d, 4, False, tile, run[2]) + of_warps + 4 * DISTANCES
         keys.append(launch_of(available, batch, dropout_p, of_keys, 128, shared, run, 64))
     return split_stages(batch, queries, keys)
 

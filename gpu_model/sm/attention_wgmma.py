@@ -78,7 +78,7 @@ def backward(
     available: Mapping[str, Kernel], batch: Batch, dropout_p: float, architecture: Architecture
 ) -> list[Stage]:
     """The launches of a backward pass."""
-    if batch.bias is not None or not backward_is_fused(batch, architecture):
+    if batch.buckets or not backward_is_fused(batch, architecture):
         return _split_backward(available, batch, dropout_p)
     found = []
     for run in batch.runs:
@@ -91,7 +91,7 @@ def backward(
 
 def _split_backward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> list[Stage]:
     queries, keys = [], []
-    bias = batch.bias is not None
+    bias = bool(batch.buckets)
     tiles = 6 * TILE * batch.head_dim // 64 + (4 * GRADIENT_TILE[64] if bias else 0)
     for found, name, shared in (
         (queries, "attention_backward_dq_wgmma_kernel", 4 * STRIP + 5 * DISTANCES if bias else 0),
@@ -105,10 +105,10 @@ def _split_backward(available: Mapping[str, Kernel], batch: Batch, dropout_p: fl
     return split_stages(batch, queries, keys)
 
 
-def bias_kernel_names() -> list[str]:
+def bias_kernel_names(head_dim: int) -> list[str]:
     """Those of a backward pass with a position bias."""
     return [
-        kernel_name(f"attention_backward_{half}_wgmma_kernel", 64, True, bias=True)
+        kernel_name(f"attention_backward_{half}_wgmma_kernel", head_dim, True, bias=True)
         for half in HALVES
     ]
 

@@ -103,6 +103,7 @@ def test_every_barrier_wait_and_fence_is_needed(
         pytest.param(200, 1, (100, 90), (), FUSED, 64, id="window"),
         pytest.param(200, 2, (-1, -1), (), FUSED, 64, id="grouped_heads"),
         pytest.param(200, 1, (-1, -1), PARTS, FUSED, 64, id="bias"),
+        pytest.param(200, 1, (-1, -1), PARTS[:1], FUSED, 64, id="table"),
         pytest.param(200, 1, (-1, -1), (), FUSED, 128, id="128_columns"),
         pytest.param(200, 2, (100, 90), (), FUSED, 128, id="128_columns_with_a_window"),
     ],
