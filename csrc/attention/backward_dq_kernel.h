@@ -156,7 +156,8 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
       }
     }
   }
-  if (table.used()) table.write(block.q_begin + block_row, block.head, 1.0f, 0);
+  if (table.used() && first_tile < keys.tiles())  // else the sums are zeros already
+    table.write(block.q_begin + block_row, block.head, 1.0f, 0);
   if (first_row >= block.q_len) return;
   store_rows<T>(dq, p.args.scale, p.args.scale, HeadRows<T>(p.args.dq, block.q_begin, block.head),
                 first_row, block.q_len, 0);

@@ -201,7 +201,8 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
   }
   wgmma_wait<0>();
   wgmma_fence_operand(rows.dq);
-  if (table.used()) table.write(block.q_begin + block_row, block.head, keep, Shared::kDout);
+  if (table.used() && first_tile < keys.tiles())  // else the sums are zeros already
+    table.write(block.q_begin + block_row, block.head, keep, Shared::kDout);
   const float unit = p.args.scale * keep;
   store_head_rows<T>(rows.dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head),
                      first_row, block.q_len);
