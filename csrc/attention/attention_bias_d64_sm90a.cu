@@ -18,14 +18,13 @@ void launch_wgmma_bias_forward(const AttentionRun& run, cudaStream_t stream) {
 }
 
 void launch_wgmma_bias_backward(const AttentionRun& run, cudaStream_t stream) {
-  constexpr uint32_t kGradients = 4 * GradientTile<64>::kBytes;
   dispatch_16_bit_type(run.args, [&]<class T>() {
     launch_grid(kBackwardOp, attention_backward_dq_wgmma_kernel<T, 64, true, AttentionBiasLaunch>,
-                128, WgmmaQueryGradientShared<T, 64>::kBytes + kGradients, run, run.args.heads,
+                128, WgmmaQueryGradientShared<T, 64>::kBiasBytes, run, run.args.heads,
                 run.args.max_q, 64, stream);
     launch_grid(kBackwardOp, attention_backward_keys_wgmma_kernel<T, 64, true, AttentionBiasLaunch>,
-                128, WgmmaKeyGradientShared<64>::kBytes + kGradients, run, run.args.kv_heads,
-                run.args.max_k, 64, stream);
+                128, WgmmaKeyGradientShared<64>::kBytes + 4 * GradientTile<64>::kBytes, run,
+                run.args.kv_heads, run.args.max_k, 64, stream);
   });
 }
 

@@ -6,7 +6,7 @@
 #include "attention/dropout.h"
 #include "attention/kernel_parts.h"
 #include "attention/query_windows.h"
-#include "attention/score_bias.h"
+#include "attention/table_bias.h"
 
 namespace bert_unpad {
 
@@ -17,6 +17,19 @@ inline constexpr int kQueryGradientWarps = 4;
 template <class T, int kHeadDim>
 using QueryGradientKeys =
     KeyTiles<T, kHeadDim, kQueryGradientWarps, 2, 2, kHeadDim == 128 ? 32 : 64>;
+
+// What a position bias has in shared memory after the tiles: gradients, strips, a table and sums.
+// With 128 columns there are no registers for the last three.
+template <class T, int kHeadDim>
+struct QueryGradientBias {
+  static constexpr bool kByDistance = kHeadDim < 128;
+  using Strip = DistanceStrip<kByDistance, QueryGradientKeys<T, kHeadDim>::kKeys>;
+  static constexpr uint32_t kGradients = QueryGradientKeys<T, kHeadDim>::kSharedBytes;
+  static constexpr uint32_t kStrips = kGradients + kQueryGradientWarps * GradientTile<16>::kBytes;
+  static constexpr uint32_t kTable = kStrips + kQueryGradientWarps * Strip::kBytes;
+  static constexpr uint32_t kSums = kTable + Strip::kTableBytes;
+  static constexpr uint32_t kBytes = kSums + TableSums<kByDistance>::kBytes;
+};
 
 // Three blocks on an SM for head dim 32: unasked, ptxas takes two registers too many for that with
 // a position bias on sm_90.
@@ -57,7 +70,10 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + lane / 4 + 8 * half;
       const bool valid = row < block.q_len;
-      offset[half] = valid ? load_global<float>(p.args.lse + head + row) * kLog2e : 0.0f;
+      // Weights of rows beyond the last one are zeros, whatever their bias.
+      offset[half] = valid   ? load_global<float>(p.args.lse + head + row) * kLog2e
+                     : kBias ? INFINITY
+                             : 0.0f;
       if (valid && lane % 4 == 0) store_global<float>(p.args.delta + head + row, delta[half]);
     }
   }
@@ -67,7 +83,15 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
   const Operands<kHeadDim> operands;
   const QueryBias<T, kBias> bias(p, block, windows, first_row);
   const QueryBiasSums<T, kBias> sums(p, block, windows, first_row, keys.kSharedBytes);
+  using Shared = QueryGradientBias<T, kHeadDim>;
+  constexpr bool kByDistance = kBias && Shared::kByDistance;
+  const DistanceStrip<kByDistance, keys.kKeys> strip(p, Shared::kStrips, Shared::kTable);
+  TableSums<kByDistance> table(p, Shared::kGradients, Shared::kSums);
   sums.zero();
+  if (strip.used()) strip.load(block.head, threadIdx.x, 32 * kQueryGradientWarps);
+  if (table.used()) table.clear();
+  // From the warp's last row to key 0, where it matters.
+  const int distance = block.q_len - block.k_len - first_row - 15;
   const float unit = kBias ? 1.0f : scale;  // of a score, once it has its bias
   float dq[kHeadDim / 8][4] = {};
 
@@ -76,6 +100,10 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
     sync_block();  // the tile is there for all, and all are done with the one before it
     keys.start(tile + 1);
     if (first_row >= block.q_len) continue;
+    if (strip.used()) {
+      strip.fill(distance + tile * keys.kKeys);
+      sync_warp();
+    }
     const uint32_t k_tile = keys.keys(tile), v_tile = keys.values(tile);
 #pragma unroll 1
     for (int step = 0; step < keys.kKeys / 16; ++step) {
@@ -93,7 +121,10 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
         mma<T>(dp[0], dout[d], b[0], b[1]);
         mma<T>(dp[1], dout[d], b[2], b[3]);
       }
-      bias.add(s, first_key, scale);
+      if (strip.used())
+        strip.template add<1>(s, scale, 16 * step + 2 * (lane % 4) - lane / 4 + 15);
+      else
+        bias.add(s, first_key, scale);
       if constexpr (kDropout) {
         if (!kBias || dropout.draws())
           dropout.apply(dp, dropout.tile(dropout.draw(first_row / 16, first_key / 32),
@@ -110,7 +141,10 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
         }
       }
       sums.put(dp);
-      sums.add_up(first_key, {first_key, first_key + 16});
+      if (table.used())
+        table.add(distance + first_key);
+      else
+        sums.add_up(first_key, {first_key, first_key + 16});
       uint32_t gradients[4];
       pack_a<T>(gradients, dp[0], dp[1]);
 #pragma unroll
@@ -122,6 +156,8 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
       }
     }
   }
+  if (table.used() && first_tile < keys.tiles())  // else the sums are zeros already
+    table.write(block.q_begin + block_row, block.head, 1.0f, 0);
   if (first_row >= block.q_len) return;
   store_rows<T>(dq, p.args.scale, p.args.scale, HeadRows<T>(p.args.dq, block.q_begin, block.head),
                 first_row, block.q_len, 0);

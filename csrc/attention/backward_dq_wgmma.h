@@ -14,7 +14,7 @@
 #include "attention/dropout.h"
 #include "attention/kernel_parts.h"
 #include "attention/query_windows.h"
-#include "attention/score_bias.h"
+#include "attention/table_bias.h"
 #include "attention/wgmma_parts.h"
 
 namespace bert_unpad {
@@ -22,12 +22,16 @@ namespace bert_unpad {
 template <class T, int kHeadDim>
 using WgmmaQueryGradientKeys = KeyTiles<T, kHeadDim, 4, 3, 2, 64, 64>;
 
-// Where things lie in shared memory: tiles of keys and values, then the queries' tile of dout. The
-// score gradients of a position bias follow.
+// Where things lie in shared memory: tiles of keys and values, then the queries' tile of dout; with
+// a position bias score gradients, strips, a table and sums.
 template <class T, int kHeadDim>
 struct WgmmaQueryGradientShared {
   static constexpr uint32_t kDout = WgmmaQueryGradientKeys<T, kHeadDim>::kSharedBytes;
   static constexpr uint32_t kBytes = kDout + SharedTile<kHeadDim>::bytes(64);
+  static constexpr uint32_t kStrips = kBytes + 4 * GradientTile<64>::kBytes;
+  static constexpr uint32_t kTable = kStrips + 4 * DistanceStrip<true, 64>::kBytes;
+  static constexpr uint32_t kSums = kTable + DistanceStrip<true, 64>::kTableBytes;
+  static constexpr uint32_t kBiasBytes = kSums + TableSums<true, 64>::kBytes;
 };
 
 // A warp's 16 queries and their gradients so far.
@@ -53,7 +57,10 @@ struct WgmmaQueryGradients {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + lane / 4 + 8 * half;
-      lse[half] = row < end ? load_global<float>(a.lse + head + row) * kLog2e : 0.0f;
+      // Weights of rows beyond the last one are zeros, whatever their bias.
+      lse[half] = row < end ? load_global<float>(a.lse + head + row) * kLog2e
+                  : kBias   ? INFINITY
+                            : 0.0f;
       if (row < end && lane % 4 == 0) store_global<float>(a.delta + head + row, delta[half]);
       delta[half] *= rate;
       seen[half] = windows.keys(row);
@@ -68,7 +75,7 @@ struct WgmmaQueryGradients {
   // `first_key`: in the sequence.
   BU_DEVICE void add_tile(HeadOperand dout, HeadOperand k, HeadOperand v, bool hides, float scale,
                           const AttentionDropout& dropout, int first_row, int first_key,
-                          const QueryBias<T, kBias>& bias,
+                          const QueryBias<T, kBias>& bias, const DistanceStrip<kBias, 64>& strip,
                           const QueryBiasSums<T, kBias, 64>& sums) {
     float s[8][4], dp[8][4];  // scores; gradients of the weights
     wgmma_fence();
@@ -78,7 +85,11 @@ struct WgmmaQueryGradients {
     // beside the second product's sums.
     wgmma_wait<0>();
     wgmma_fence_operand(s);
-    bias.add(s, first_key, scale);  // before there are sums of the second product
+    const int lane = threadIdx.x % 32;
+    if (strip.used())  // before there are sums of the second product
+      strip.template add<1>(s, scale, 2 * (lane % 4) - lane / 4 + 15);
+    else
+      bias.add(s, first_key, scale);
     wgmma_fence();
     multiply_heads<T, kHeadDim / 16>(dp, dout, v);
     wgmma_commit();
@@ -156,7 +167,13 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
   const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const QueryBias<T, kBias> bias(p, block, windows, first_row);
   const QueryBiasSums<T, kBias, 64> sums(p, block, windows, first_row, Shared::kBytes);
+  const DistanceStrip<kBias, 64> strip(p, Shared::kStrips, Shared::kTable);
+  TableSums<kBias, 64> table(p, Shared::kBytes, Shared::kSums);
   sums.zero();
+  if (strip.used()) strip.load(block.head, threadIdx.x, 128);
+  if (table.used()) table.clear();
+  // From the warp's last row to key 0, where it matters.
+  const int distance = block.q_len - block.k_len - first_row - 15;
   RowRange seen = any;  // by the warp's queries
   if constexpr (kBias) seen = windows.keys_of_any(windows.template span<16>(first_row));
   const float scale = p.args.scale * kLog2e;
@@ -169,14 +186,23 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
     sync_block();
     keys.start(tile + 1);
     const int first_key = tile * keys.kKeys;
+    if (strip.used()) {
+      strip.fill(distance + first_key);
+      sync_warp();
+    }
     rows.add_tile(dout, HeadOperand::at(base + keys.keys(tile)),
                   HeadOperand::at(base + keys.values(tile)),
                   !all.holds(first_key, first_key + keys.kKeys - 1), scale, dropout, first_row,
-                  first_key, bias, sums);
-    sums.add_up(first_key, seen, keep);
+                  first_key, bias, strip, sums);
+    if (table.used())
+      table.add(distance + first_key);
+    else
+      sums.add_up(first_key, seen, keep);
   }
   wgmma_wait<0>();
   wgmma_fence_operand(rows.dq);
+  if (table.used() && first_tile < keys.tiles())  // else the sums are zeros already
+    table.write(block.q_begin + block_row, block.head, keep, Shared::kDout);
   const float unit = p.args.scale * keep;
   store_head_rows<T>(rows.dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head),
                      first_row, block.q_len);

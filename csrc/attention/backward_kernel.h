@@ -27,7 +27,7 @@
 #include "attention/dropout.h"
 #include "attention/kernel_parts.h"
 #include "attention/query_windows.h"
-#include "attention/score_bias.h"
+#include "attention/table_bias.h"
 
 namespace bert_unpad {
 
@@ -116,7 +116,8 @@ struct BackwardKeys {
   BU_DEVICE void add_queries(uint32_t (&gradients)[kRowTiles][4], uint32_t q_rows,
                              uint32_t k_rows_at, uint32_t values, int first_query, float scale,
                              const AttentionDropout& dropout, float keep, uint32_t hidden,
-                             const KeyBias<T, kBias>& bias, int first_column) {
+                             const KeyBias<T, kBias>& bias,
+                             const DistanceStrip<kBias, kQueries>& strip, int first_column) {
     constexpr int kDout = kQueries;
     // [keys, queries]: scores; gradients of the weights.
     float s[kRowTiles][2][4] = {}, dp[kRowTiles][2][4] = {};
@@ -144,7 +145,12 @@ struct BackwardKeys {
         mma<T>(dp[r][1], v_rows[r][d % kKept], b[2], b[3]);
       }
     }
-    bias.add(s[0], first_query, scale);
+    if (strip.used()) {
+      const int lane = threadIdx.x % 32, column = first_query % kQueries + 2 * (lane % 4);
+      strip.template add<-1>(s[0], scale, lane / 4 - column + kQueries - 1);
+    } else {
+      bias.add(s[0], first_query, scale);
+    }
     const float unit = kBias ? 1.0f : scale;  // of a score, once it has its bias
     float offset[2][2], dots[2][2];           // of queries 8 n + 2t and 8 n + 2t + 1
 #pragma unroll
@@ -228,6 +234,22 @@ struct BackwardKeys {
       store_rows<T>(dk[r], a.scale, a.scale, dk_rows, first + 16 * r, end, first_column);
       store_rows<T>(dv[r], keep, keep, dv_rows, first + 16 * r, end, first_column);
     }
+  }
+};
+
+// What a position bias has in shared memory from `first` on: gradients, strips, a table for each
+// warp.
+template <int kWarps, int kQueries>
+struct KeyBiasShared {
+  using Strip = DistanceStrip<true, kQueries>;
+  static constexpr uint32_t strips(uint32_t first) {
+    return first + kWarps * GradientTile<16>::kBytes;
+  }
+  static constexpr uint32_t tables(uint32_t first) {
+    return strips(first) + kWarps * Strip::kBytes;
+  }
+  static constexpr uint32_t bytes(uint32_t first) {
+    return tables(first) + kWarps * Strip::kTableBytes;
   }
 };
 
@@ -351,6 +373,11 @@ attention_backward_kernel(BU_PARAMS Launch p) {
     const KeyBias<T, kBias> bias(p, block, {windows}, block.head + pass, keys.first,
                                  Shared::bytes(0));
     bias.zero();
+    using BiasShared = KeyBiasShared<kWarps, kQueries>;
+    const DistanceStrip<kBias, kQueries> strip(
+        p, BiasShared::strips(Shared::bytes(0)),
+        BiasShared::tables(Shared::bytes(0)) + threadIdx.x / 32 * (4 * kMostDistances));
+    if (strip.used()) strip.load(block.head + pass, threadIdx.x % 32, 32);
     // A fused block has at least one tile.
     for (int tile = first_tile, next = 0; (kFused && tile == 0) || tile < query_tiles;
          tile = next, ++tiles_before) {
@@ -367,6 +394,10 @@ attention_backward_kernel(BU_PARAMS Launch p) {
 
       const uint32_t values = Shared::kRowValues + 8 * kQueries * (kFused ? tile : count % 2);
       if (keys.first < kept.get().k_len) {
+        if (strip.used()) {  // from the tile's last query to the warp's first key
+          strip.fill(keys.first - block.k_len + block.q_len - (tile + 1) * kQueries + 1);
+          sync_warp();
+        }
 #pragma unroll 1
         for (int step = 0; step < kQueries / 16; ++step) {
           const int first_query = tile * kQueries + 16 * step;
@@ -384,7 +415,7 @@ attention_backward_kernel(BU_PARAMS Launch p) {
           uint32_t gradients[kRowTiles][4];
           keys.add_queries(gradients, Shared::stage(count) + Tile::bytes(16 * step),
                            again(Shared::kKeyTile + Tile::bytes(warp_key)), values + 128 * step,
-                           first_query, scale, dropout, keep, hidden, bias, first_column);
+                           first_query, scale, dropout, keep, hidden, bias, strip, first_column);
           if constexpr (kFused) keys.share(gradients, Shared::kGradients, step);
         }
       }

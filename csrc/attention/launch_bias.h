@@ -22,21 +22,20 @@ void launch_bias_forward(const AttentionRun& run, uint32_t kept_bytes, cudaStrea
 template <int kHeadDim>
 void launch_bias_backward(const AttentionRun& run, cudaStream_t stream) {
   constexpr int kWarps = 4;
-  const uint32_t keys = BackwardShared<kHeadDim, kWarps, false>::bytes(0);
+  constexpr int kQueries = kBackwardQueries<kHeadDim>;
+  const uint32_t keys =
+      KeyBiasShared<kWarps, kQueries>::bytes(BackwardShared<kHeadDim, kWarps, false>::bytes(0));
   dispatch_16_bit_type(run.args, [&]<class T>() {
     launch_grid(kBackwardOp,
                 attention_backward_dq_kernel<T, kHeadDim, true, true, AttentionBiasLaunch>,
-                32 * kQueryGradientWarps,
-                QueryGradientKeys<T, kHeadDim>::kSharedBytes +
-                    kQueryGradientWarps * GradientTile<16>::kBytes,
-                run, run.args.heads, run.args.max_q, 16 * kQueryGradientWarps, stream);
+                32 * kQueryGradientWarps, QueryGradientBias<T, kHeadDim>::kBytes, run,
+                run.args.heads, run.args.max_q, 16 * kQueryGradientWarps, stream);
     constexpr int kColumns = kKeyColumns<kHeadDim, true>;
     for (AttentionRun part = run; part.first_column < kHeadDim; part.first_column += kColumns)
       launch_grid(kBackwardOp,
-                  attention_backward_kernel<T, kHeadDim, kWarps, true, false, true,
-                                            kBackwardQueries<kHeadDim>, AttentionBiasLaunch>,
-                  32 * kWarps, keys + kWarps * GradientTile<16>::kBytes, part, run.args.kv_heads,
-                  run.args.max_k, 16 * kWarps, stream);
+                  attention_backward_kernel<T, kHeadDim, kWarps, true, false, true, kQueries,
+                                            AttentionBiasLaunch>,
+                  32 * kWarps, keys, part, run.args.kv_heads, run.args.max_k, 16 * kWarps, stream);
   });
 }
 

@@ -127,18 +127,37 @@ struct BucketRows {
   }
 };
 
-// A warp's 16 x kColumns gradients of scores in shared memory.
+// A warp's 16 x kColumns gradients of scores in shared memory. 16 numbers or more before the first
+// row, between rows and after the last one are zeros for diagonal(), once clear() has been called.
 template <int kColumns>
 class GradientTile {
   // Rows begin in different banks, and at multiples of 16 bytes.
-  static constexpr uint32_t kRowBytes = 4 * kColumns + 16;
+  static constexpr uint32_t kRowBytes = 4 * kColumns + (kColumns == 16 ? 80 : 96);
+  static constexpr uint32_t kMargin = 64;
   uint32_t at_;
 
  public:
-  static constexpr uint32_t kBytes = 16 * kRowBytes;
+  static constexpr uint32_t kBytes = 16 * kRowBytes + kMargin;
 
   // Of this warp; those of the block begin at offset `first`.
-  BU_DEVICE explicit GradientTile(uint32_t first) : at_(first + threadIdx.x / 32 * kBytes) {}
+  BU_DEVICE explicit GradientTile(uint32_t first)
+      : at_(first + threadIdx.x / 32 * kBytes + kMargin) {}
+
+  BU_DEVICE void clear() const {
+    for (uint32_t at = threadIdx.x % 32 * 16; at < kBytes; at += 512)
+      store_shared<Vector<float, 4>>(at_ - kMargin + at, {});
+  }
+
+  // The sum of the numbers whose column is `number` - 15 further on than their row, `number` up to
+  // kColumns + 15.
+  BU_DEVICE float diagonal(int number) const {
+    float sum[2] = {};
+    const uint32_t at = at_ + 4 * (number - 15);
+#pragma unroll
+    for (uint32_t row = 0; row < 16; ++row)
+      sum[row % 2] += load_shared<float>(at + row * (kRowBytes + 4));
+    return sum[0] + sum[1];
+  }
 
   // C tiles side by side.
   BU_DEVICE void store(const float (&c)[kColumns / 8][4]) const {

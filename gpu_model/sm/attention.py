@@ -51,6 +51,25 @@ class _Launch(ctypes.Structure):
     )
 
 
+class _BiasLaunch(_Launch):
+    """AttentionBiasLaunch: with an AttentionCudaBias of csrc/attention/attention_cuda.h."""
+
+    _fields_ = (
+        *((n, ctypes.c_int) for n in ("buckets", "reach")),
+        *((n, ctypes.c_void_p) for n in ("bucket", "table", "distances")),
+        *((n, _Packed) for n in ("bias_query", "bias_key")),
+        *((n, ctypes.c_void_p) for n in ("dtable", "dbias_query", "dbias_key")),
+        *((n, ctypes.c_void_p) for n in ("dquery_sums", "dkey_sums", "dtable_parts")),
+        ("first_column", ctypes.c_int),
+    )
+
+
+# Bytes of a warp: a GradientTile of so many columns (csrc/attention/score_bias.h), a DistanceStrip
+# for tiles of 64 columns, and numbers by distance (table_bias.h).
+STRIP, DISTANCES = 4 * 80, 4 * 272
+GRADIENT_TILE = {16: 16 * (4 * 16 + 80) + 64, 64: 16 * (4 * 64 + 96) + 64}
+
+
 def address(number: int) -> int:
     """Where the device memory of an operand begins: far from that of others."""
     return 0x7F00_0000_0000 + (number << 34)
@@ -68,6 +87,9 @@ class Batch:
     groups: tuple[tuple[int, int], ...] = ()
     window: int = -1
     """Keys on each side that a query sees; -1: all."""
+    buckets: tuple[int, ...] = ()
+    """Of a position bias that is a table by distance, which gets a gradient: of the distances from
+    -reach to reach; empty: no bias."""
 
     @property
     def tokens(self) -> int:
@@ -141,11 +163,12 @@ def backward_is_fused(batch: Batch, architecture: Architecture) -> bool:
     )
 
 
-def kernel_name(name: str, *arguments: int | bool) -> str:
-    """The mangled name of a kernel template for bf16 without a position bias."""
+def kernel_name(name: str, *arguments: int | bool, bias: bool = False) -> str:
+    """The mangled name of a kernel template for bf16, with a position bias or without."""
     values = "".join(f"L{'b' if isinstance(a, bool) else 'i'}{int(a)}E" for a in arguments)
     parameter = f"T{len(arguments)}_"  # the kernel's own: of the type of the last argument
-    return f"_ZN10bert_unpad{len(name)}{name}INS_4bf16E{values}NS_15AttentionLaunchEEEv{parameter}"
+    launch = "19AttentionBiasLaunch" if bias else "15AttentionLaunch"
+    return f"_ZN10bert_unpad{len(name)}{name}INS_4bf16E{values}NS_{launch}EEEv{parameter}"
 
 
 def _parameters(
@@ -158,7 +181,7 @@ def _parameters(
 
     keep = 65536 - round(65536 * dropout_p)
     cu, order = address(1), address(2)
-    launch = _Launch(
+    values = (
         *(BF16, h, h, d, len(batch.lengths), 4, tokens, tokens, longest, longest, 1 / math.sqrt(d)),
         *(keep, address(3) if dropout_p else None, cu, cu, order if batch.order else None),
         *(
@@ -179,7 +202,16 @@ def _parameters(
         starts, lengths = batch.cu_seqlens[list(batch.order)], np.array(batch.lengths)
         rows = (batch.order, starts, lengths[list(batch.order)], np.zeros_like(starts))
         regions[order] = np.stack(rows, 1).astype(np.int32).ravel()
-    return bytes(launch), Memory(regions)
+    if not batch.buckets:
+        return bytes(_Launch(*values)), Memory(regions)
+    bucket, rows = address(16), _Packed()
+    regions[bucket] = np.array(batch.buckets, np.int32)
+    bias = (
+        *(max(batch.buckets) + 1, len(batch.buckets) // 2),
+        *(bucket, address(17), address(18), rows, rows, address(19), None, None),
+        *(address(20), None, address(21)),
+    )
+    return bytes(_BiasLaunch(*values, *bias)), Memory(regions)
 
 
 def _kinds(batch: Batch, sequences: Sequence[int], tiles: int, rows: int) -> list[tuple[int, ...]]:
@@ -244,6 +276,8 @@ def backward(
     """The launches of a backward pass. Bytes: q, k, v, out, dout and their gradients but out's,
     and lse; not fused, q, k, v and dout twice, and delta. Fused with several passes over the keys,
     also the sums of dQ after each but the last; they are read while L2 still has them."""
+    if batch.buckets:
+        return _bias_backward(available, batch, dropout_p)
     d, fused = batch.head_dim, backward_is_fused(batch, architecture)
     rows = batch.tokens * batch.heads
     dropout = dropout_p > 0
@@ -271,11 +305,33 @@ def backward(
     return split_stages(batch, queries, keys)
 
 
+def _bias_backward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> list[Stage]:
+    """What launch_bias.h starts, for head dimensions up to 64."""
+    d, tile, queries, keys = batch.head_dim, backward_tile(batch.head_dim), [], []
+    of_queries, of_keys = bias_kernel_names(d)
+    of_warps = 4 * (GRADIENT_TILE[16] + STRIP)
+    for run in batch.runs:
+        shared = 4 * tile * 2 * d + of_warps + 5 * DISTANCES
+        queries.append(launch_of(available, batch, dropout_p, of_queries, 128, shared, run, 64))
+        shared = backward_shared(d, 4, False, tile, run[2]) + of_warps + 4 * DISTANCES
+        keys.append(launch_of(available, batch, dropout_p, of_keys, 128, shared, run, 64))
+    return split_stages(batch, queries, keys)
+
+
 def split_stages(batch: Batch, queries: list[Launch], keys: list[Launch]) -> list[Stage]:
     """Of a backward pass by two kernels, the first of which computes dQ and delta. Each reads q, k,
     v and dout, the first one also out and lse, the second one lse and delta."""
     size = batch.tokens * batch.heads * (6 * 2 * batch.head_dim + 8)
     return [Stage("backward, dQ", queries, size), Stage("backward, dK and dV", keys, size)]
+
+
+def bias_kernel_names(head_dim: int) -> list[str]:
+    """Those of a backward pass with a position bias."""
+    d, tile = head_dim, backward_tile(head_dim)
+    return [
+        kernel_name("attention_backward_dq_kernel", d, True, True, bias=True),
+        kernel_name("attention_backward_kernel", d, 4, True, False, True, tile, bias=True),
+    ]
 
 
 def kernel_names(head_dim: int) -> list[str]:

@@ -7,7 +7,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gpu_model.sm.architectures import Architecture
-from gpu_model.sm.attention import Batch, kernel_name, launch_of, split_stages
+from gpu_model.sm.attention import (
+    DISTANCES,
+    GRADIENT_TILE,
+    STRIP,
+    Batch,
+    kernel_name,
+    launch_of,
+    split_stages,
+)
 from gpu_model.sm.kernel import Kernel, Stage
 
 TILE = 64 * 64 * 2  # bytes of 64 rows of 64 columns
@@ -70,7 +78,7 @@ def backward(
     available: Mapping[str, Kernel], batch: Batch, dropout_p: float, architecture: Architecture
 ) -> list[Stage]:
     """The launches of a backward pass."""
-    if not backward_is_fused(batch, architecture):
+    if batch.buckets or not backward_is_fused(batch, architecture):
         return _split_backward(available, batch, dropout_p)
     found = []
     for run in batch.runs:
@@ -83,17 +91,26 @@ def backward(
 
 def _split_backward(available: Mapping[str, Kernel], batch: Batch, dropout_p: float) -> list[Stage]:
     queries, keys = [], []
-    tiles = 6 * TILE * batch.head_dim // 64
+    bias = bool(batch.buckets)
+    tiles = 6 * TILE * batch.head_dim // 64 + (4 * GRADIENT_TILE[64] if bias else 0)
     for found, name, shared in (
-        (queries, "attention_backward_dq_wgmma_kernel", tiles),
-        (keys, "attention_backward_keys_wgmma_kernel", tiles + 2 * 1280),
+        (queries, "attention_backward_dq_wgmma_kernel", 4 * STRIP + 5 * DISTANCES if bias else 0),
+        (keys, "attention_backward_keys_wgmma_kernel", 2 * 1280),
     ):
-        mangled = kernel_name(name, batch.head_dim, dropout_p > 0)
+        mangled = kernel_name(name, batch.head_dim, dropout_p > 0 or bias, bias=bias)
         found += [
-            launch_of(available, batch, dropout_p, mangled, 128, shared, run, 64)
+            launch_of(available, batch, dropout_p, mangled, 128, tiles + shared, run, 64)
             for run in batch.runs
         ]
     return split_stages(batch, queries, keys)
+
+
+def bias_kernel_names(head_dim: int) -> list[str]:
+    """Those of a backward pass with a position bias."""
+    return [
+        kernel_name(f"attention_backward_{half}_wgmma_kernel", head_dim, True, bias=True)
+        for half in HALVES
+    ]
 
 
 def kernel_names(head_dim: int = 64) -> list[str]:

@@ -106,6 +106,7 @@ def test_shared_memory_is_read_without_bank_conflicts(
         pytest.param(BF16, FUSED, {"window": (70, 60)}, 4, id="window"),
         pytest.param(FP32, FUSED, {"window": (60, 70), "parts": PARTS}, 9, id="float32-bias"),
         pytest.param(BF16, FUSED, {"window": (60, 70), "parts": PARTS}, 9, id="bias"),
+        pytest.param(BF16, FUSED, {"window": (60, 70), "parts": PARTS[:1]}, 9, id="table"),
     ],
 )
 def test_every_barrier_and_wait_is_needed(

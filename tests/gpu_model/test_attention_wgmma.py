@@ -103,6 +103,7 @@ def test_every_barrier_wait_and_fence_is_needed(
         pytest.param(200, 1, (100, 90), (), FUSED, 64, id="window"),
         pytest.param(200, 2, (-1, -1), (), FUSED, 64, id="grouped_heads"),
         pytest.param(200, 1, (-1, -1), PARTS, FUSED, 64, id="bias"),
+        pytest.param(200, 1, (-1, -1), PARTS[:1], FUSED, 64, id="table"),
         pytest.param(200, 1, (-1, -1), (), FUSED, 128, id="128_columns"),
         pytest.param(200, 2, (100, 90), (), FUSED, 128, id="128_columns_with_a_window"),
     ],
@@ -123,7 +124,8 @@ def test_every_barrier_wait_and_fence_of_the_backward_pass_is_needed(
         but={"wgmma_fence"} - fences(level),
     )
     backward = [site for site in sites if "backward" in site.file]
-    assert {site.kind for site in backward} == SYNCHRONISATION | fences(level)
+    # A warp synchronises before it reads a table of biases.
+    assert {site.kind for site in backward} - {"sync_warp"} == SYNCHRONISATION | fences(level)
     assert ("sync_warp" in {site.kind for site in sites}) == bool(parts)
     split = sms == SPLIT or heads > 1 or window != (-1, -1) or parts or head_dim == 128
     for file in ("backward_dq_wgmma", "backward_keys_wgmma") if split else ("backward_wgmma",):

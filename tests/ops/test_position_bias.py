@@ -160,14 +160,17 @@ def test_large_biases(backend: Backend, kernels: Kernels, dtype: torch.dtype) ->
         torch.ops.bert_unpad,
         [],
     )
-    for parts in (bias, [None] * 4):
+    for parts, of_table in ((bias, True), (bias, False), ([None] * 4, False)):
         out, lse = op.varlen_attention(qkv, *settings, *parts)
-        dqkv, *_ = op.varlen_attention_backward(dout, qkv, out, lse, *settings, *parts)
+        more = (*settings, *parts, of_table)
+        dqkv, dtable, *_ = op.varlen_attention_backward(dout, qkv, out, lse, *more)
+        assert not of_table or dtable.isfinite().all()
         found.append((out, dqkv, lse))
-    (*high, high_lse), (*plain, plain_lse) = found
-    for a, b in zip(high, plain, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(high_lse, plain_lse + 300)
+    *biased, (*plain, plain_lse) = found
+    for *high, high_lse in biased:
+        for a, b in zip(high, plain, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(high_lse, plain_lse + 300)
 
 
 @pytest.mark.parametrize("tokens", [200, *(pytest.param(n, marks=CPU) for n in (600, 1700, 2500))])

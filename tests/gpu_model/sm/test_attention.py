@@ -30,6 +30,8 @@ def test_choices_and_layout_are_those_of_the_sources():
 
     params = model_attention.Args.buckets.offset  # what comes then is a bias's
     assert params + 16 == PARAMETERS  # and three ints, aligned
+    bias = ctypes.sizeof(model_attention.Args) - params
+    assert ctypes.sizeof(attention._BiasLaunch) == PARAMETERS + bias + 8  # and an int, aligned
     for known, shared in itertools.product(ARCHITECTURES.values(), SHARED_BYTES.values()):
         architecture = dataclasses.replace(known, block_shared=shared)
         for heads, head_dim in ((16, 64), (16, 32), (16, 128), (1, 64)):
@@ -147,6 +149,21 @@ def test_launches_of_head_dim_128():
         launches = [(x.grid[0], x.threads, x.shared) for x in stage.launches]
         assert launches == [(2 * 5, 128, shared), (2 * 3, 128, shared)]
         assert stage.bytes == 450 * 2 * (6 * 256 + 8)
+
+
+def test_launches_with_a_position_bias():
+    kernel = Kernel(function(["EXIT"]), 32, 0, ctypes.sizeof(attention._BiasLaunch))
+    batch = Batch((300, 20), 2, buckets=(1, 0, 2))
+    for module, shared in ((attention, (48960, 48896)), (attention_wgmma, (78656, 74496))):
+        available = dict.fromkeys(module.bias_kernel_names(64), kernel)
+        for stage, size in zip(module.backward(available, batch, 0.0, H100), shared, strict=True):
+            (launch,) = stage.launches
+            assert (launch.grid[0], launch.threads, launch.shared) == (2 * 2 * 5, 128, size)
+    given = attention._BiasLaunch.from_buffer_copy(launch.parameters)
+    assert (given.buckets, given.reach, given.first_column) == (3, 1, 0)
+    assert launch.memory.regions[given.bucket].tolist() == [1, 0, 2]
+    assert given.dquery_sums is not None
+    assert given.dkey_sums is None
 
 
 def test_windows_go_to_kernels_of_one_warpgroup_with_kinds_by_place():
