@@ -29,7 +29,7 @@ BU_INLINE void for_blocks(int64_t row, int64_t rows, int64_t column, int64_t col
       fn(row, end - row < kSide ? end - row : kSide, c);
 }
 
-// Adds up to rows of y what a product still needs: values(row, 0 and 1) of kLanes columns each.
+// Writes rows of y: values(row, part), of kLanes columns each, bias and addend.
 template <class Params, class F>
 BU_INLINE void finish_block(const Params& p, int64_t row, int64_t rows, int64_t column,
                             const F& values) {
