@@ -50,7 +50,7 @@ struct Bf16ProductParams {
   int64_t addend_stride;
   float* y;  // rows y_stride apart
   int64_t y_stride;
-  float* sums;  // scratch memory, but by tiles: the rows of a block to 16, times its columns
+  float* sums;  // scratch memory: the rows of a block to 16, times its columns; not read by tiles
 };
 
 struct Bf16ProductKernels {

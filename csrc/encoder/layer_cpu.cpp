@@ -158,7 +158,8 @@ const float* EncoderLayer::enter(bool on_all, const float* x, const Block& memor
 
 // From attention's result and the layer's input x to the layer's output.
 void EncoderLayer::leave(bool on_all, const Input& attended_rows, const float* x, float* out,
-                         const Block& m, int64_t rows) const {
+                         const Block& m) const {
+  const int64_t rows = attended_rows.rows;
   multiply(on_all, linears_[kOut], attended_rows, {m.sum, hidden_, x});
   normalise(on_all, norms_[kMiddleNorm], m.sum, m.middle, rows);
   const Linear& last = linears_[kLast];
@@ -298,7 +299,7 @@ Tensor EncoderLayer::finish(const Tensor& x, const Tensor& attended_rows) {
       if (in_bf16) widen_rows(split, in.bf16_rows, count, attended(), memory.wide);
       in = input(split, from, attended(), count, memory);
     }
-    leave(split, in, residual + first * hidden_, to + first * hidden_, memory, count);
+    leave(split, in, residual + first * hidden_, to + first * hidden_, memory);
   });
   return out;
 }

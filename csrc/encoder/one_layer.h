@@ -122,8 +122,8 @@ class EncoderLayer {
   void pack_all(int first, int last);
 
   const float* enter(bool on_all, const float* x, const Block& memory, int64_t rows) const;
-  void leave(bool on_all, const Input& attended, const float* x, float* out, const Block& memory,
-             int64_t rows) const;
+  void leave(bool on_all, const Input& attended, const float* x, float* out,
+             const Block& memory) const;
   Tensor attend(const Projected& projected, const int32_t* cu_q, const int32_t* cu_k,
                 int64_t sequences) const;
   void set_rotary(RotaryCpuParams& p, const Tensor& positions, int64_t stride) const;

@@ -16,6 +16,22 @@ void widen(const bf16* x, int64_t numbers, float* out) {
   for (int64_t i = 0; i < numbers; i += kLanes) store(out + i, load(x + i));
 }
 
+// Writes a block of y: values(row, column), of kLanes columns each, bias and addend. Both count
+// from the block's first.
+template <class Params, class F>
+BU_INLINE void finish(const Params& p, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                      const F& values) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const float* addend = p.addend ? p.addend + (row + i) * p.addend_stride + column : nullptr;
+    float* y = p.y + (row + i) * p.y_stride + column;
+    for (int64_t j = 0; j < columns; j += kLanes) {
+      f32v v = values(i, j) + load(p.bias + column + j);
+      if (addend) v += load(addend + j);
+      store(y + j, v);
+    }
+  }
+}
+
 #if defined(BU_AMX)
 
 // Blocks of sums stay in the first-level cache until they are finished.
@@ -29,24 +45,6 @@ BU_INLINE void for_blocks(int64_t row, int64_t rows, int64_t column, int64_t col
       fn(row, end - row < kSide ? end - row : kSide, c);
 }
 
-// Writes rows of y: values(row, part), of kLanes columns each, bias and addend.
-template <class Params, class F>
-BU_INLINE void finish_block(const Params& p, int64_t row, int64_t rows, int64_t column,
-                            const F& values) {
-  constexpr int kParts = kSide / kLanes;
-  f32v bias[kParts];
-  for (int j = 0; j < kParts; ++j) bias[j] = load(p.bias + column + j * kLanes);
-  for (int64_t i = 0; i < rows; ++i) {
-    const float* addend = p.addend ? p.addend + (row + i) * p.addend_stride + column : nullptr;
-    float* y = p.y + (row + i) * p.y_stride + column;
-    for (int j = 0; j < kParts; ++j) {
-      f32v v = values(i, j) + bias[j];
-      if (addend) v += load(addend + j * kLanes);
-      store(y + j * kLanes, v);
-    }
-  }
-}
-
 void product(const Bf16ProductParams& p, int64_t row, int64_t rows, int64_t column,
              int64_t columns) {
   const TileRegisters tiles;
@@ -55,8 +53,8 @@ void product(const Bf16ProductParams& p, int64_t row, int64_t rows, int64_t colu
     gemm_bf16(Bf16Rows(p.x + first * p.depth, p.depth), count > 16 ? 32 : 16,
               {p.panels + c * p.depth, kPairColumns * p.depth}, kSide, static_cast<int>(p.depth),
               sums, kSide, false);
-    finish_block(p, first, count, c,
-                 [&](int64_t i, int j) { return load(sums + i * kSide + j * kLanes); });
+    finish(p, first, count, c, kSide,
+           [&](int64_t i, int64_t j) { return load(sums + i * kSide + j); });
   });
 }
 
@@ -98,11 +96,11 @@ void int8_product(const Int8ProductParams& p, int64_t row, int64_t rows, int64_t
   for_blocks(row, rows, column, columns, [&](int64_t first, int64_t count, int64_t c) {
     (count > 16 ? int8_block<2> : int8_block<1>)(p.x.data + first * p.depth, p.depth,
                                                  panel + c % kInt8Panel * 4, sums);
-    finish_block(p, first, count, c, [&](int64_t i, int j) {
-      const i32v sum = load_bits<i32v>(sums + i * kSide + j * kLanes) -
-                       load_bits<i32v>(p.weight.sums + c + j * kLanes) * p.x.zeros[first + i];
+    finish(p, first, count, c, kSide, [&](int64_t i, int64_t j) {
+      const i32v sum = load_bits<i32v>(sums + i * kSide + j) -
+                       load_bits<i32v>(p.weight.sums + c + j) * p.x.zeros[first + i];
       return __builtin_convertvector(sum, f32v) *
-             (load(p.weight.scales + c + j * kLanes) * splat(p.x.scales[first + i]));
+             (load(p.weight.scales + c + j) * splat(p.x.scales[first + i]));
     });
   });
 }
@@ -121,15 +119,8 @@ void product(const Bf16ProductParams& p, int64_t row, int64_t rows, int64_t colu
               {panels + k * kPairColumns, kPairColumns * p.depth}, static_cast<int>(columns), depth,
               p.sums, columns, k > 0);
   }
-  for (int64_t i = 0; i < rows; ++i) {
-    const float* addend = p.addend ? p.addend + (row + i) * p.addend_stride + column : nullptr;
-    float* y = p.y + (row + i) * p.y_stride + column;
-    for (int64_t j = 0; j < columns; j += kLanes) {
-      f32v v = load(p.sums + i * columns + j) + load(p.bias + column + j);
-      if (addend) v += load(addend + j);
-      store(y + j, v);
-    }
-  }
+  finish(p, row, rows, column, columns,
+         [&](int64_t i, int64_t j) { return load(p.sums + i * columns + j); });
 }
 
 constexpr decltype(Bf16ProductKernels::int8_product) int8_product = nullptr;

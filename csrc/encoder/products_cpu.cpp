@@ -56,8 +56,7 @@ struct Block {
 
 void compute(const Linear& linear, const Input& in, const Output& out, const Block& b) {
   if (linear.bf16_panels) {
-    const bool by_tiles = isa() == Isa::kAmx;
-    float* sums = by_tiles ? nullptr : thread_scratch<3>(multiple_of(16, b.rows) * b.columns);
+    float* sums = thread_scratch<3>(multiple_of(16, b.rows) * b.columns);
     const Bf16ProductParams p{linear.depth, in.bf16_rows, linear.bf16_panels,
                               linear.bias,  out.addend,   linear.columns,
                               out.y,        out.stride,   sums};
