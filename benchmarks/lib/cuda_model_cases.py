@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib import flash_3_loop
 from benchmarks.lib.encoder_steps import TOKENS, all_attention
 from benchmarks.lib.gpu_rates import RANGES
 from bert_unpad.batch import VarlenBatch
@@ -18,7 +19,7 @@ from bert_unpad.data.sampling.histogram import wikipedia_lengths
 from gpu_model.sm import attention, attention_wgmma, flow
 from gpu_model.sm.architectures import ARCHITECTURES
 from gpu_model.sm.attention import Batch
-from gpu_model.sm.kernel import Launch, Model, Prediction, Stage
+from gpu_model.sm.kernel import Kernel, Launch, Model, Prediction, Stage
 from gpu_model.sm.sass import Function
 
 OURS, WGMMA, FLASH = "bert_unpad", "bert_unpad, wgmma", "FlashAttention-2"
@@ -104,20 +105,26 @@ def ranges(model: Model, stages: list[Stage]) -> dict[str, tuple[float, float]]:
     }
 
 
-def check_published(model: Model, ours: dict[str, Any], flash: Any) -> list[dict[str, Any]]:
-    """Published figures beside the model's: TFLOP/s, and ranges of these."""
+def check_published(
+    model: Model, ours: dict[str, Any], flash: Any | None, loop: Kernel
+) -> list[dict[str, Any]]:
+    """Published figures beside the model's: TFLOP/s, and ranges of these. Without `flash`, those of
+    FlashAttention-2's kernels are left out. `loop`: of benchmarks/lib/flash_3_loop.py."""
     rows = []
     for point in PUBLISHED:
         batch = Batch((point.length,) * (16384 // point.length), 32)
-        if point.direction == "forward":
-            stages = flash.forward(batch, 0.0, even=True)
-            own = attention_wgmma.forward(ours, batch, 0.0)
-        else:
-            stages = flash.backward(batch, 0.0, even=True)
-            own = attention_wgmma.backward(ours, batch, 0.0, model.architecture)
         products = PRODUCTS[point.direction] * batch.products / 1e12
-        row = asdict(point) | {"predicted": products / seconds(model, stages)[0]}
-        for name, run in (("predicted_range", stages), ("ours_range", own)):
+        row = asdict(point)
+        if point.direction == "forward":
+            runs = {"ours_range": attention_wgmma.forward(ours, batch, 0.0)}
+            runs["loop_range"] = flash_3_loop.forward(loop, batch)
+        else:
+            runs = {"ours_range": attention_wgmma.backward(ours, batch, 0.0, model.architecture)}
+        if flash is not None:
+            pass_of = flash.forward if point.direction == "forward" else flash.backward
+            runs["predicted_range"] = pass_of(batch, 0.0, even=True)
+            row["predicted"] = products / seconds(model, runs["predicted_range"])[0]
+        for name, run in runs.items():
             row[name] = [products / end for end in ranges(model, run)["H100"]]
         rows.append(row)
     return rows

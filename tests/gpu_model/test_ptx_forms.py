@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import torch
 
+from benchmarks.lib import flash_3_loop
 from gpu_model import build
 from gpu_model.ptx import compiler
 from gpu_model.ptx.interpreter import Program
@@ -50,7 +51,7 @@ def test_a_compiled_ring():
 @pytest.mark.parametrize(("groups", "name"), [(2, "two"), (3, "three")])
 def test_compiled_attention_with_producers_and_consumers(groups, name):
     """Bulk copies, mbarriers, registers that change hands, and products that overlap."""
-    program = Program({"loop.ptx": compiler.ptx(SUPPORT / "attention_loop.cu", "90a")})
+    program = Program({"loop.ptx": compiler.ptx(flash_3_loop.SOURCE, "90a")})
     generator = torch.Generator().manual_seed(derived(groups))
     tiles, queries = 3, 64 * groups
     q, k, v = (
