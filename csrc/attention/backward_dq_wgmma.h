@@ -61,9 +61,9 @@ struct WgmmaQueryGradients {
       lse[half] = row < end ? load_global<float>(a.lse + head + row) * kLog2e
                   : kBias   ? INFINITY
                             : 0.0f;
-      if (row < end && lane % 4 == 0) store_global<float>(a.delta + head + row, delta[half]);
       delta[half] *= rate;
       seen[half] = windows.keys(row);
+      if (row < end && lane % 4 == 0) store_global<float>(a.delta + head + row, delta[half]);
     }
     zero(dq);
     wgmma_fence_operand(q);

@@ -27,22 +27,22 @@ struct WgmmaKeyGradientShared {
   static constexpr int kStages = kHeadDim == 128 ? 2 : 3;
   static BU_HD uint32_t stage(int i) { return static_cast<uint32_t>(i % kStages) * 2 * kTile; }
   static constexpr uint32_t kKeys = 4 * kTile;
-  // Two stages of what is known of each query of a tile: lse in base 2; delta, times the rate of
-  // what dropout keeps; the first key that it sees, and how many; with a bias its place_of_key_0.
+  // Two stages of what is known of each query of a tile: lse; delta, times the rate of what dropout
+  // keeps; the first key that it sees, and how many; with a bias its place_of_key_0.
   static BU_HD uint32_t values(int i) { return 6 * kTile + i % 2 * 1280; }
   static constexpr uint32_t kDelta = 256, kSeen = 512, kStarts = 1024;  // from there on
   static constexpr uint32_t kBytes = 6 * kTile + 2 * 1280;
 };
 
-// Reads these values of a tile's queries, each thread a part of them. Between start() and finish()
-// they are on their way from global memory.
+// Copies these values of a tile's queries, each thread a part of them. From start() on they are on
+// their way from global memory, lse and delta by a copy: wgmma_fence() waits for all loads into
+// registers. finish() works out the others.
 template <int kHeadDim, class Launch>
 class WgmmaQueryValues {
   using Shared = WgmmaKeyGradientShared<kHeadDim>;
   const Launch& p_;
   const AttentionBlock& block_;
   const QueryWindows& windows_;
-  float value_ = 0.0f;
   int position_ = 0;
 
  public:
@@ -50,18 +50,19 @@ class WgmmaQueryValues {
                              const QueryWindows& windows)
       : p_(p), block_(block), windows_(windows) {}
 
-  BU_DEVICE void start(int head, int tile) {
+  BU_DEVICE void start(int head, int tile, int stage) {
     const int row = tile * 64 + static_cast<int>(threadIdx.x) % 64;
     const cuda::AttentionCudaParams& a = p_.args;
     const float* from = (threadIdx.x < 64 ? a.lse : a.delta) + head * a.q_tokens;
-    // The weights of queries beyond the last one are zeros, whatever their bias.
-    const float beyond = threadIdx.x < 64 ? INFINITY : 0.0f;
-    value_ = row < block_.q_len ? load_global<float>(from + block_.q_begin + row) : beyond;
-    position_ = windows_.position(row);
+    const uint32_t to = Shared::values(stage) + 4 * threadIdx.x;
+    if (row < block_.q_len)
+      copy_async_4(to, from + block_.q_begin + row, true);
+    else  // the weights of queries beyond the last one are zeros, whatever their bias
+      store_shared<float>(to, threadIdx.x < 64 ? INFINITY : 0.0f);
+    if (kHasBias<Launch> || windows_.bounded()) position_ = windows_.position(row);
   }
-  BU_DEVICE void finish(int stage, float rate) const {
+  BU_DEVICE void finish(int stage) const {
     const uint32_t to = Shared::values(stage);
-    store_shared<float>(to + 4 * threadIdx.x, value_ * (threadIdx.x < 64 ? kLog2e : rate));
     if (threadIdx.x >= 64) return;
     if constexpr (kHasBias<Launch>)
       store_shared<int32_t>(to + Shared::kStarts + 4 * threadIdx.x,
@@ -129,7 +130,6 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
     copy_tiles<64, 128, kHeadDim, 64>(to + Shared::kTile, dout, tile * 64, block.q_len);
   };
   WgmmaQueryValues<kHeadDim, Launch> values(p, block, windows);
-  const float rate = kDropout ? keep_rate(p.args.keep_threshold) : 1.0f;
   if (first_tile < query_tiles) {
     if constexpr (Shared::kStages == 2) {
       const HeadRows<const T> k(p.args.k, block.k_begin, block.kv_head),
@@ -138,8 +138,8 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
       copy_tiles<64, 128, kHeadDim, 64>(Shared::kKeys + Shared::kTile, v, first_key, block.k_len);
     }
     copy_queries(block.head, first_tile, 0);
-    values.start(block.head, first_tile);
-    values.finish(0, rate);
+    values.start(block.head, first_tile, 0);
+    values.finish(0);
   }
   copy_async_commit();
 
@@ -179,7 +179,7 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
         const int next_head = same_head ? head : head + 1;
         const int next_tile = same_head ? next : first_tile;
         copy_queries(next_head, next_tile, count + 1);
-        values.start(next_head, next_tile);
+        values.start(next_head, next_tile, count + 1);
       }
       copy_async_commit();
 
@@ -194,7 +194,7 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
         for (uint32_t* begin : {&here.q_begin, &here.k_begin}) *begin = keep_in_register(*begin);
       }
       const Bias bias(p, here, {known + Shared::kStarts}, here.head, keys.first, Shared::kBytes);
-      keys.add_queries(
+      keys.template add_queries<true>(
           HeadOperand::at(at), HeadOperand::at(at + Shared::kTile), known, known + Shared::kDelta,
           kBias ? 1.0f : scale, dropout, tile * 64,
           [&](float (&scores)[8][4]) { bias.add(scores, tile * 64, scale); },
@@ -203,8 +203,8 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
           },
           [&](const float (&gradients)[8][4], const auto&) { bias.put(gradients); });
       if constexpr (Shared::kStages == 2) finish();
+      if (more) values.finish(count + 1);
       bias.add_up(tile * 64, seeing, keep);
-      if (more) values.finish(count + 1, rate);
     }
   }
   if constexpr (Shared::kStages > 2) finish();

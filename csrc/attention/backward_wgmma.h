@@ -74,12 +74,12 @@ struct WgmmaBackwardKeys {
   }
 
   // Takes in a tile of queries, whose first is `first_query` in the sequence. `lse` and `delta`:
-  // where theirs begin in shared memory; lse is in base 2, delta divided by the scale of what
-  // dropout keeps, as the score gradients are. `change` is called with the scores, [keys, queries],
-  // which are in units of `unit` afterwards; `hide` with the weights, and sets those to 0 that do
-  // not count; `share` with the score gradients, and the same as A operands. The products with q
-  // and dout are still being made afterwards.
-  template <class Change, class Hide, class Share>
+  // where theirs begin in shared memory; lse is in base 2 unless kNaturalLse, delta divided by the
+  // scale of what dropout keeps, as the score gradients are. `change` is called with the scores,
+  // [keys, queries], which are in units of `unit` afterwards; `hide` with the weights, and sets
+  // those to 0 that do not count; `share` with the score gradients, and the same as A operands. The
+  // products with q and dout are still being made afterwards.
+  template <bool kNaturalLse = false, class Change, class Hide, class Share>
   BU_DEVICE void add_queries(HeadOperand q, HeadOperand dout, uint32_t lse, uint32_t delta,
                              float unit, const AttentionDropout& dropout, int first_query,
                              const Change& change, const Hide& hide, const Share& share) {
@@ -101,7 +101,8 @@ struct WgmmaBackwardKeys {
     uint32_t operand[4][4];
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const FloatPair l = load_shared<FloatPair>(lse + column + 32 * n);
+      FloatPair l = load_shared<FloatPair>(lse + column + 32 * n);
+      if constexpr (kNaturalLse) l = {l.low * kLog2e, l.high * kLog2e};
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         s[n][i] = exp2_approx(fma(s[n][i], unit, -(i % 2 ? l.high : l.low)));

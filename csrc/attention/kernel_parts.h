@@ -188,13 +188,15 @@ BU_DEVICE void copy_tile(uint32_t tile, const HeadRows<const T>& rows, int first
 
 // The same for kColumns columns in tiles of kTileColumns, one after the other.
 template <int kRows, int kThreads, int kColumns, int kTileColumns, class T>
-BU_DEVICE void copy_tiles(uint32_t tile, HeadRows<const T> rows, int first, int end,
+BU_DEVICE void copy_tiles(uint32_t tile, const HeadRows<const T>& rows, int first, int end,
                           uint32_t thread = threadIdx.x BU_SITE) {
-#pragma unroll
-  for (int column = 0; column < kColumns; column += kTileColumns, rows.p += kTileColumns)
-    copy_tile<kRows, kThreads, kTileColumns>(
-        tile + column / kTileColumns * SharedTile<kTileColumns>::bytes(kRows), rows, first, end,
-        thread BU_FROM_SITE);
+  copy_tile<kRows, kThreads, kTileColumns>(tile, rows, first, end, thread BU_FROM_SITE);
+  if constexpr (kColumns > kTileColumns) {
+    auto others = rows;
+    others.p += kTileColumns;
+    copy_tiles<kRows, kThreads, kColumns - kTileColumns, kTileColumns>(
+        tile + SharedTile<kTileColumns>::bytes(kRows), others, first, end, thread BU_FROM_SITE);
+  }
 }
 
 // Copies a head's keys and values to shared memory in tiles of kTileKeys, for a block of kWarps
