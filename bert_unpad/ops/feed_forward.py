@@ -25,7 +25,6 @@ from bert_unpad.ops.glu import GluKind, call_glu, kind_number
 from bert_unpad.ops.linear_layer import check_linear, linear, linear_residual
 from bert_unpad.ops.registration import first_order
 from bert_unpad.ops.rounded_weights import rounded
-from bert_unpad.ops.tensor_checks import check_devices, check_tensors
 
 _ops = torch.ops.bert_unpad
 
@@ -236,11 +235,9 @@ def _feed_forward(
 ) -> tuple[Tensor, Tensor]:
     given = x
     x, rounded = input_parts(x)
-    check_linear(function, x, weight1, bias1, "1")
+    check_linear(function, x, weight1, bias1, "1", weight2=weight2)
     if x.dim() != 2:
         raise ValueError(f"{function}: x must have shape [rows, features], got {list(x.shape)}")
-    check_tensors(function, {"weight2": weight2}, read=True)
-    check_devices(function, {"x": x, "weight2": weight2})
     inner = weight1.shape[0]
     if activation[0] == "glu":
         if inner % 2:

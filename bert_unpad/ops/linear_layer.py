@@ -7,7 +7,7 @@ from torch.nn import functional
 from bert_unpad.ops import matmul
 from bert_unpad.ops.registration import first_order
 from bert_unpad.ops.rounded_weights import rounded
-from bert_unpad.ops.tensor_checks import DTYPES, check_devices, check_tensors
+from bert_unpad.ops.tensor_checks import DTYPES, check_tensors
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -101,7 +101,12 @@ def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tu
 
 
 def check_linear(
-    function: str, x: Tensor, weight: Tensor, bias: Tensor | None, number: str = ""
+    function: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    number: str = "",
+    **others: Tensor,
 ) -> None:
     """Checks the tensors of a linear layer before PyTorch's products read them.
 
@@ -109,27 +114,28 @@ def check_linear(
         function: the name that the message begins with.
         x, weight, bias: as in `linear`.
         number: of the layer in the names of the function's arguments, such as "1" of weight1.
+        others: what PyTorch reads besides; their shapes and dtypes are not looked at.
 
     Raises:
         TypeError, ValueError, RuntimeError: as in `linear`.
     """
-    required, optional = {"x": x, f"weight{number}": weight}, {f"bias{number}": bias}
-    check_tensors(function, required, optional, read=True)
-    check_devices(function, required | optional)
-    if x.dtype not in DTYPES:
-        raise ValueError(f"{function}: x: expected float32, bfloat16 or float16, got {x.dtype}")
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+    required = {"x": x, f"weight{number}": weight, **others}
+    check_tensors(function, required, {f"bias{number}": bias}, read=True)
+    dtype, shape = x.dtype, weight.shape
+    if dtype not in DTYPES:
+        raise ValueError(f"{function}: x: expected float32, bfloat16 or float16, got {dtype}")
+    if len(shape) != 2 or x.shape[-1:] != shape[1:]:
         raise ValueError(
             f"{function}: expected x [..., in_features] and weight{number} "
-            f"[out_features, in_features], got {list(x.shape)} and {list(weight.shape)}"
+            f"[out_features, in_features], got {list(x.shape)} and {list(shape)}"
         )
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+    if bias is not None and bias.shape != shape[:1]:
         raise ValueError(
-            f"{function}: bias{number} must have shape [{weight.shape[0]}], got {list(bias.shape)}"
+            f"{function}: bias{number} must have shape [{shape[0]}], got {list(bias.shape)}"
         )
     for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.dtype not in (x.dtype, torch.float32):
+        if parameter is not None and parameter.dtype not in (dtype, torch.float32):
             raise ValueError(
-                f"{function}: {name}{number} must be {x.dtype} like x or torch.float32, "
+                f"{function}: {name}{number} must be {dtype} like x or torch.float32, "
                 f"got {parameter.dtype}"
             )

@@ -48,6 +48,9 @@ _PACKED_DTYPES: tuple[torch.dtype, ...] = (torch.float32,) * _AVX512_UNUSED + (t
 """The dtypes in which our own product of weight gradients is faster than the libraries'."""
 
 
+_NO_CHANGE = nullcontext()
+
+
 def product_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which x is multiplied."""
     if not x.is_cpu or (x.dtype == torch.bfloat16 and CPU_MULTIPLIES_BF16):
@@ -62,7 +65,7 @@ def autocasts(device_type: str) -> bool:
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
     """Keeps autocast from computing products in another dtype than the one chosen here."""
-    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else nullcontext()
+    return torch.autocast(device_type, enabled=False) if autocasts(device_type) else _NO_CHANGE
 
 
 def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -364,7 +367,7 @@ def _packed(dy: Tensor, x: Tensor) -> bool:
 def _wgrad(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
     wide = product_dtype(x)
     dy, x = as_dtype(dy, wide), as_dtype(x, wide)
-    return dy.t() @ x, dy.sum(0, dtype=torch.float32) if bias else dy.new_empty(0)
+    return torch.mm(dy.t(), x), dy.sum(0, dtype=torch.float32) if bias else dy.new_empty(0)
 
 
 def cpu_wgrad(dy: Tensor, x: Tensor, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

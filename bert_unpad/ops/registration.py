@@ -141,7 +141,7 @@ def register_autograd(
         """What takes the tensors to keep out of all values, whose last one is None."""
         return _picker([len(places) if n in without else places[n] for n in tensors])
 
-    @first_order(name)
+    @first_order(name, read=False)
     def by_place(ctx, saved: Sequence[Tensor | None], *gradients: Tensor | None) -> tuple:
         need = ctx.needs_input_grad
 
@@ -254,7 +254,7 @@ def _register_kernel(
 
 
 def first_order(
-    name: str, saved_names: Sequence[str | None] = ()
+    name: str, saved_names: Sequence[str | None] = (), *, read: bool = True
 ) -> Callable[[Backward], Callable[..., tuple[Tensor | None, ...]]]:
     """Decorates the backward function of an autograd node that has no second derivative.
 
@@ -267,6 +267,8 @@ def first_order(
     Args:
         name: name of the operator, for the messages.
         saved_names: of the saved tensors that PyTorch's own code reads; None for others.
+        read: PyTorch's own code reads the gradients too, contiguous ones too, which operators of
+            C++ check themselves.
     """
 
     def decorate(backward: Backward) -> Callable[..., tuple[Tensor | None, ...]]:
@@ -279,7 +281,7 @@ def first_order(
                     if argument is not None and t is not None:
                         check_storage(name, argument, t)
                 for i, t in enumerate(gradients):
-                    if t is not None:
+                    if t is not None and (read or not t.is_contiguous()):
                         check_storage(name, f"the gradient of result {i}", t)
             # torch.compile raises an error for second derivatives itself.
             if compiling or not torch.is_grad_enabled():

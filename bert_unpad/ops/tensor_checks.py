@@ -31,27 +31,24 @@ def check_tensors(
         function: the name that the message begins with.
         required: arguments by name.
         optional: the same, which may be None.
-        read: PyTorch reads contiguous ones too, which operators of C++ check themselves.
+        read: PyTorch reads contiguous ones too, and all of them at once, which operators of C++
+            check themselves: all must be on one device.
 
     Raises:
         TypeError: an argument is not a tensor.
-        RuntimeError: the storage of one was freed.
+        RuntimeError: the storage of one was freed, or with `read` they are on several devices.
     """
     eager = not torch.compiler.is_compiling()
-    for argument, t in required.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{function}: {argument}: expected a tensor, got {shown(t)}")
-        if eager and (read or not t.is_contiguous()):
-            check_storage(function, argument, t)
-    for argument, value in optional.items():
-        if value is None:
-            continue
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{function}: {argument}: expected a tensor or None, got {shown(value)}"
-            )
-        if eager and (read or not value.is_contiguous()):
-            check_storage(function, argument, value)
+    for tensors, expected in ((required, "a tensor"), (optional, "a tensor or None")):
+        for argument, t in tensors.items():
+            if t is None and tensors is optional:
+                continue
+            if not isinstance(t, Tensor):
+                raise TypeError(f"{function}: {argument}: expected {expected}, got {shown(t)}")
+            if eager and (read or not t.is_contiguous()):
+                check_storage(function, argument, t)
+    if read:
+        check_devices(function, {**required, **optional})
 
 
 def shown(value: Any) -> str:
@@ -71,8 +68,11 @@ def check_storage(function: str, argument: str, t: Tensor) -> None:
         there = t.untyped_storage().nbytes()
     except NotImplementedError:  # within torch.func
         return
+    contiguous = t.is_contiguous()
+    if contiguous and there >= t.nbytes and not t.storage_offset():
+        return
     elements = t.numel()
-    if not t.is_contiguous():  # so there are elements
+    if not contiguous:  # so there are elements
         elements = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     needed = (t.storage_offset() + elements) * t.itemsize if elements else 0
     if there < needed:
@@ -89,13 +89,14 @@ def check_devices(function: str, tensors: Mapping[str, Tensor | None]) -> None:
         function: the name that the message begins with.
         tensors: arguments by name.
     """
-    first = None
+    first = device = None
     for argument, t in tensors.items():
         if t is None:
             continue
-        first = first or (argument, t.device)
-        if t.device != first[1]:
+        if device is None:
+            first, device = argument, t.device
+        elif t.device != device:
             raise RuntimeError(
-                f"{function}: {argument}: expected a tensor on {first[1]} like {first[0]}, "
+                f"{function}: {argument}: expected a tensor on {device} like {first}, "
                 f"got one on {t.device}"
             )
