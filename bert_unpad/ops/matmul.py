@@ -144,9 +144,11 @@ def product(
         if addend is None:
             return onednn(x, weight, bias, "none", [], "")
         return onednn.binary(x, addend, weight, bias, "add")
-    if addend is None:
+    if bias is not None:
         return functional.linear(x, weight, bias)
-    return torch.addmm(addend, x, weight.t())
+    # As functional.linear does, which dispatches two operators more.
+    weight = weight.t()
+    return torch.mm(x, weight) if addend is None else torch.addmm(addend, x, weight)
 
 
 def product_into(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
