@@ -11,8 +11,8 @@
     python -m benchmarks.cuda_model --from $RESULT --table $TABLE   # only writes the page again
 
 --flash-attention downloads FlashAttention-2's sdist from the package index and compiles 6 kernels
-of it per architecture into build/flash_attention, once (about 5 minutes on two cores). Nothing here
-is measured.
+of it per architecture into build/flash_attention, once (about 5 minutes on two cores); --triton
+installs Triton's wheel there and compiles one with it. Nothing here is measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import cuda_kernels, cuda_model_table, cuda_sass, flash_3_loop
+from benchmarks.lib import (
+    cuda_kernels,
+    cuda_model_table,
+    cuda_sass,
+    flash_3_loop,
+    triton_forward,
+)
 from benchmarks.lib import cuda_model_cases as cases
 from benchmarks.lib import flash_attention_build as flash_build
 from benchmarks.lib.flash_attention_launches import FlashAttention
@@ -100,7 +106,16 @@ def update(record: dict[str, Any], compared: list[str], command: str) -> dict[st
         result[part] += [row for row in kept if row["architecture"] not in compared]
     pairs = zip(record["published"], result["published"], strict=True)
     result["published"] = [old | new for old, new in pairs]
-    return result | {"flash_attention": flash_build.VERSION}
+    kept = {"triton": record["triton"]} if "triton" in record else {}
+    return result | {"flash_attention": flash_build.VERSION} | kept
+
+
+def with_triton(result: dict[str, Any]) -> dict[str, Any]:
+    """The predictions and, anew, those of a kernel that Triton compiles."""
+    FLASH.mkdir(parents=True, exist_ok=True)
+    model = cases.Model(ARCHITECTURES["H100"])
+    rows = cases.check_triton(model, *triton_forward.compiled(FLASH))
+    return result | {"triton": {"version": triton_forward.VERSION, "published": rows}}
 
 
 def write(path: Path, text: str) -> None:
@@ -119,6 +134,9 @@ def main() -> None:
     parser.add_argument(
         "--update", type=Path, metavar="FILE", help="a record; keeps its other half"
     )
+    parser.add_argument(
+        "--triton", action="store_true", help="compare a kernel that it compiles with its figures"
+    )
     parser.add_argument("--explain", action="store_true", help="print what keeps blocks busy")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the predictions")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write a Markdown page")
@@ -132,6 +150,8 @@ def main() -> None:
         args.json = args.json or args.update
     else:
         result = predict(args.architecture, args.flash_attention, command)
+    if args.triton:
+        result = with_triton(result)
     page = cuda_model_table.render(result)
     print(cuda_model_table.explain(result) if args.explain else page)
     if args.json:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib import flash_3_loop
+from benchmarks.lib import flash_3_loop, triton_forward
 from benchmarks.lib.encoder_steps import TOKENS, all_attention
 from benchmarks.lib.gpu_rates import RANGES
 from bert_unpad.batch import VarlenBatch
@@ -77,13 +77,14 @@ class Published:
     """FlashAttention-2's."""
     cudnn: float
     flash_3: float
+    triton: float | None = None
 
 
 # Shah et al., "FlashAttention-3", 2024, arXiv:2407.08608, figures 5 and 6: H100 80GB SXM5.
 PUBLISHED = [
-    Published("forward", 512, 282, 335, 333),
-    Published("forward", 1024, 306, 373, 392),
-    Published("forward", 2048, 318, 395, 460),
+    Published("forward", 512, 282, 335, 333, 340),
+    Published("forward", 1024, 306, 373, 392, 382),
+    Published("forward", 2048, 318, 395, 460, 396),
     Published("backward", 512, 198, 266, 272),
     Published("backward", 1024, 238, 348, 363),
     Published("backward", 2048, 264, 395, 422),
@@ -127,6 +128,20 @@ def check_published(
         for name, run in runs.items():
             row[name] = [products / end for end in ranges(model, run)["H100"]]
         rows.append(row)
+    return rows
+
+
+def check_triton(model: Model, kernel: Kernel, shared: int) -> list[dict[str, Any]]:
+    """Published figures of Triton beside the model's of such a kernel, TFLOP/s. `shared`: bytes
+    that a block asks for."""
+    rows = []
+    for point in PUBLISHED:
+        if point.triton is None:
+            continue
+        batch = Batch((point.length,) * (16384 // point.length), 32)
+        products = PRODUCTS[point.direction] * batch.products / 1e12
+        taken = seconds(model, triton_forward.forward(kernel, shared, batch))[0]
+        rows.append({"length": point.length, "value": point.triton, "predicted": products / taken})
     return rows
 
 

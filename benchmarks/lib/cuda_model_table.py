@@ -70,6 +70,13 @@ tiles of 128 keys, and products that are begun before exponentials.
 """
 
 
+TRITON = """\
+An independent check is a forward kernel that Triton {version} compiles \
+([triton_kernel.py](../../benchmarks/lib/triton_kernel.py), which also multiplies by wgmma), for \
+which nothing was fitted, beside that paper's figures of Triton:
+"""
+
+
 def _seconds(row: dict[str, Any], gpu: str) -> dict[str, list[float]]:
     """Of each pass and of both, at each end of a range; at the model's constants without one."""
     found = {
@@ -147,11 +154,14 @@ def _blocks(rows: Rows, constants: dict[str, Any]) -> Iterable[list[str]]:
         yield [*cells, f"{rate / other:.2f}" if other and row["contender"] in INSTRUCTIONS else "-"]
 
 
+def _off(row: dict[str, Any]) -> str:
+    return f"{row['predicted'] / row['value'] - 1:+.0%}"
+
+
 def _published(rows: Rows) -> Iterable[list[str]]:
     for row in rows:
-        off = row["predicted"] / row["value"] - 1
         cells = [row["direction"], str(row["length"]), str(row["value"])]
-        cells += [f"{row['predicted']:.0f}", f"{off:+.0%}", between(row["predicted_range"], 0)]
+        cells += [f"{row['predicted']:.0f}", _off(row), between(row["predicted_range"], 0)]
         loop = between(row["loop_range"], 0) if "loop_range" in row else "-"
         yield [*cells, str(row["cudnn"]), str(row["flash_3"]), loop, between(row["ours_range"], 0)]
 
@@ -185,6 +195,13 @@ def render(result: dict[str, Any]) -> str:
         header += ["cuDNN, published", "FlashAttention-3, published", "in its way, model"]
         header += ["bert_unpad, model"]
         parts += [PUBLISHED, table(header, _published(result["published"])) + "\n"]
+    if triton := result.get("triton"):
+        rows = [
+            [str(x["length"]), str(x["value"]), f"{x['predicted']:.0f}", _off(x)]
+            for x in triton["published"]
+        ]
+        header = ["tokens", "Triton, published", "model", "off by"]
+        parts += [TRITON.format(version=triton["version"]), table(header, rows, 0) + "\n"]
     return "\n".join(parts)
 
 
