@@ -22,7 +22,7 @@ from benchmarks.lib import cuda_model_cases as cases
 from benchmarks.lib import cuda_sass
 from benchmarks.lib.report import commit
 from bert_unpad import ops
-from gpu_model.sm import attention, attention_wgmma, kernel, sass
+from gpu_model.sm import attention, attention_wgmma
 from gpu_model.sm.architectures import ARCHITECTURES
 
 
@@ -37,9 +37,8 @@ def predict(library: Path) -> dict[str, int]:
             ways["wgmma"] = attention_wgmma
         names = [name for way in ways.values() for name in way.bias_kernel_names(64)]
         options = ("-arch", cuda_model.ARCHS[gpu][0], "-fun", ",".join(names))
-        usage = cuda_sass.listing("-res-usage", library, *options)
-        functions = sass.parse(cuda_sass.listing("-sass", library, *options))
-        available, model = kernel.kernels(functions, usage), cases.Model(architecture)
+        available = cuda_sass.kernels(library, *options)
+        model = cases.Model(architecture)
         for name, batch in batches.items():
             for way, launches in ways.items():
                 stages = launches.backward(available, batch, 0.0, architecture)

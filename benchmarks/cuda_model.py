@@ -12,7 +12,8 @@
 
 --flash-attention downloads FlashAttention-2's sdist from the package index and compiles 6 kernels
 of it per architecture into build/flash_attention, once (about 5 minutes on two cores); --triton
-installs Triton's wheel there and compiles one with it. Nothing here is measured.
+installs Triton's wheel into build/attention_peers and compiles a kernel with it. Nothing here is
+measured.
 """
 
 from __future__ import annotations
@@ -26,22 +27,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import (
-    cuda_kernels,
-    cuda_model_table,
-    cuda_sass,
-    flash_3_loop,
-    triton_forward,
-)
+from benchmarks.lib import cuda_kernels, cuda_model_table, cuda_sass, flash_3_loop, triton_forward
 from benchmarks.lib import cuda_model_cases as cases
 from benchmarks.lib import flash_attention_build as flash_build
 from benchmarks.lib.flash_attention_launches import FlashAttention
 from benchmarks.lib.report import commit
-from gpu_model.sm import attention, attention_wgmma, kernel, sass
+from gpu_model.sm import attention, attention_wgmma
 from gpu_model.sm.architectures import ARCHITECTURES
+from gpu_model.sm.kernel import Kernel
 
 ROOT = Path(__file__).resolve().parent.parent
-FLASH = ROOT / "build" / "flash_attention"
+FLASH, PEERS = ROOT / "build" / "flash_attention", ROOT / "build" / "attention_peers"
 ARCHS = {"A100": ("sm_80", "sm_80"), "H100": ("sm_90a", "sm_90")}  # ours, FlashAttention-2's
 
 
@@ -59,18 +55,19 @@ def nvcc_version() -> str:
     return built if built != "unknown" else cuda_kernels.version_of("nvcc") or "unknown"
 
 
-def own_kernels(arch: str) -> dict[str, kernel.Kernel]:
+def own_kernels(arch: str) -> dict[str, Kernel]:
     names = attention.kernel_names(64)
     if arch == "sm_90a":
         names += attention.kernel_names(128)
         names += attention_wgmma.kernel_names(64) + attention_wgmma.kernel_names(128)
-    options = ("-arch", arch, "-fun", ",".join(names))
-    functions = sass.parse(cuda_sass.listing("-sass", library(), *options))
-    return kernel.kernels(functions, cuda_sass.listing("-res-usage", library(), *options))
+    return cuda_sass.kernels(library(), "-arch", arch, "-fun", ",".join(names))
 
 
-def predict(architectures: list[str], compared: list[str], command: str) -> dict[str, Any]:
-    """`compared`: the architectures for which FlashAttention-2 is predicted too."""
+def predict(
+    architectures: list[str], compared: list[str], triton: bool, command: str
+) -> dict[str, Any]:
+    """`compared`: the architectures for which FlashAttention-2 is predicted too; `triton`: whether
+    a kernel that Triton compiles is."""
     if compared:
         flash_build.build(FLASH, [ARCHS[name][1] for name in compared])
     result: dict[str, Any] = {
@@ -90,32 +87,27 @@ def predict(architectures: list[str], compared: list[str], command: str) -> dict
         if name == "H100":
             result["wide"] = cases.passes(model, ours, None, cases.wide_batches())
             result["encoders"] = cases.encoders(model, ours)
-            loop = flash_3_loop.compiled(FLASH)
-            result["published"] = cases.check_published(model, ours, flash, loop)
+            loop = flash_3_loop.compiled(PEERS)
+            by_triton = triton_forward.compiled(PEERS) if triton else None
+            result["published"] = cases.check_published(model, ours, flash, loop, by_triton)
     return result
 
 
-def update(record: dict[str, Any], compared: list[str], command: str) -> dict[str, Any]:
-    """This build's predictions, with FlashAttention-2's of a record, or made now for `compared`."""
+def update(
+    record: dict[str, Any], compared: list[str], triton: bool, command: str
+) -> dict[str, Any]:
+    """This build's predictions, with FlashAttention-2's and Triton's of a record, or made now for
+    `compared` and with `triton`."""
     if record["constants"] != cases.constants():
         sys.exit("--update: expected a record of today's constants; use --flash-attention instead")
     architectures = list(dict.fromkeys(row["architecture"] for row in record["passes"]))
-    result = predict(architectures, compared, command)
+    result = predict(architectures, compared, triton, command)
     for part in ("blocks", "passes"):
         kept = [row for row in record[part] if row["contender"] == cases.FLASH]
         result[part] += [row for row in kept if row["architecture"] not in compared]
     pairs = zip(record["published"], result["published"], strict=True)
     result["published"] = [old | new for old, new in pairs]
-    kept = {"triton": record["triton"]} if "triton" in record else {}
-    return result | {"flash_attention": flash_build.VERSION} | kept
-
-
-def with_triton(result: dict[str, Any]) -> dict[str, Any]:
-    """The predictions and, anew, those of a kernel that Triton compiles."""
-    FLASH.mkdir(parents=True, exist_ok=True)
-    model = cases.Model(ARCHITECTURES["H100"])
-    rows = cases.check_triton(model, *triton_forward.compiled(FLASH))
-    return result | {"triton": {"version": triton_forward.VERSION, "published": rows}}
+    return result | {"flash_attention": flash_build.VERSION}
 
 
 def write(path: Path, text: str) -> None:
@@ -146,12 +138,11 @@ def main() -> None:
     if args.source:
         result = json.loads(args.source.read_text())
     elif args.update:
-        result = update(json.loads(args.update.read_text()), args.flash_attention, command)
+        record = json.loads(args.update.read_text())
+        result = update(record, args.flash_attention, args.triton, command)
         args.json = args.json or args.update
     else:
-        result = predict(args.architecture, args.flash_attention, command)
-    if args.triton:
-        result = with_triton(result)
+        result = predict(args.architecture, args.flash_attention, args.triton, command)
     page = cuda_model_table.render(result)
     print(cuda_model_table.explain(result) if args.explain else page)
     if args.json:

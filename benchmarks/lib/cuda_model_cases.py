@@ -107,10 +107,15 @@ def ranges(model: Model, stages: list[Stage]) -> dict[str, tuple[float, float]]:
 
 
 def check_published(
-    model: Model, ours: dict[str, Any], flash: Any | None, loop: Kernel
+    model: Model,
+    ours: dict[str, Any],
+    flash: Any | None,
+    loop: Kernel,
+    triton: tuple[Kernel, int] | None,
 ) -> list[dict[str, Any]]:
     """Published figures beside the model's: TFLOP/s, and ranges of these. Without `flash`, those of
-    FlashAttention-2's kernels are left out. `loop`: of benchmarks/lib/flash_3_loop.py."""
+    FlashAttention-2's kernels are left out, and without `triton` Triton's. `loop` and `triton`:
+    what flash_3_loop.py and triton_forward.py have compiled."""
     rows = []
     for point in PUBLISHED:
         batch = Batch((point.length,) * (16384 // point.length), 32)
@@ -119,6 +124,9 @@ def check_published(
         if point.direction == "forward":
             runs = {"ours_range": attention_wgmma.forward(ours, batch, 0.0)}
             runs["loop_range"] = flash_3_loop.forward(loop, batch)
+            if triton is not None:
+                stages = triton_forward.forward(*triton, batch)
+                row["triton_predicted"] = products / seconds(model, stages)[0]
         else:
             runs = {"ours_range": attention_wgmma.backward(ours, batch, 0.0, model.architecture)}
         if flash is not None:
@@ -128,20 +136,6 @@ def check_published(
         for name, run in runs.items():
             row[name] = [products / end for end in ranges(model, run)["H100"]]
         rows.append(row)
-    return rows
-
-
-def check_triton(model: Model, kernel: Kernel, shared: int) -> list[dict[str, Any]]:
-    """Published figures of Triton beside the model's of such a kernel, TFLOP/s. `shared`: bytes
-    that a block asks for."""
-    rows = []
-    for point in PUBLISHED:
-        if point.triton is None:
-            continue
-        batch = Batch((point.length,) * (16384 // point.length), 32)
-        products = PRODUCTS[point.direction] * batch.products / 1e12
-        taken = seconds(model, triton_forward.forward(kernel, shared, batch))[0]
-        rows.append({"length": point.length, "value": point.triton, "predicted": products / taken})
     return rows
 
 

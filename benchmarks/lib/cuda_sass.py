@@ -17,6 +17,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from gpu_model.sm import kernel, sass
+from gpu_model.sm.kernel import Kernel
+
 ARCH = re.compile(r"^arch = (\S+)")
 FUNCTION = re.compile(r"^\s*Function : (\S+)")
 # /*01a0*/  @!P0 LDGSTS.E.BYPASS.128 [R5], ...
@@ -59,11 +62,17 @@ def listing(option: str, file: Path, *more: str) -> str:
     return done.stdout
 
 
-def count_instructions(sass: list[str]) -> dict[KernelKey, Counter[str]]:
+def kernels(file: Path, *options: str) -> dict[str, Kernel]:
+    """Its kernels for the model of an SM, by mangled name; `options`: of `listing`."""
+    functions = sass.parse(listing("-sass", file, *options))
+    return kernel.kernels(functions, listing("-res-usage", file, *options))
+
+
+def count_instructions(lines: list[str]) -> dict[KernelKey, Counter[str]]:
     """Opcodes without their suffixes, from `cuobjdump -sass`."""
     result: dict[KernelKey, Counter[str]] = {}
     arch, current = "", None
-    for line in sass:
+    for line in lines:
         if found := ARCH.match(line):
             arch, current = found[1], None
         elif found := FUNCTION.match(line):
@@ -104,8 +113,8 @@ def _of_all(read: Callable[[Path], dict[KernelKey, T]], files: list[Path]) -> di
     found: dict[KernelKey, T] = {}
     largest_first = sorted(files, key=lambda file: -file.stat().st_size)
     with ProcessPoolExecutor() as pool:
-        for kernels in pool.map(read, largest_first):
-            found |= kernels
+        for of_file in pool.map(read, largest_first):
+            found |= of_file
     return found
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from benchmarks.lib import cuda_sass
 from gpu_model.ptx.compiler import nvcc
-from gpu_model.sm import sass
 from gpu_model.sm.attention import Batch
-from gpu_model.sm.kernel import Kernel, Launch, Stage, kernels
+from gpu_model.sm.kernel import Kernel, Launch, Stage
 
 SOURCE = Path(__file__).with_name("flash_3_loop.cu")
 NAME, GROUPS, KEYS = "attention_of_three_warpgroups", 3, 128
@@ -27,8 +26,7 @@ def compiled(folder: Path) -> Kernel:
     object_ = folder / "flash_3_loop.cubin"
     options = ("-arch=sm_90a", "-std=c++20", "-O3", "-cubin")
     subprocess.run([str(nvcc()), *options, "-o", str(object_), str(SOURCE)], check=True)
-    functions = sass.parse(cuda_sass.listing("-sass", object_))
-    return kernels(functions, cuda_sass.listing("-res-usage", object_))[NAME]
+    return cuda_sass.kernels(object_)[NAME]
 
 
 def forward(kernel: Kernel, batch: Batch) -> list[Stage]:

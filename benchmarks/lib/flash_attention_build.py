@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lib import cuda_sass
-from gpu_model.sm import kernel, sass
+from gpu_model.sm.kernel import Kernel
 
 VERSION = "2.8.3"
 SOURCE = Path(__file__).with_name("flash_attention_kernels.cu")
@@ -157,12 +157,10 @@ def layout(folder: Path) -> dict[str, tuple[int, int]]:
     return {name: (int(a), int(b)) for name, a, b in (x.split() for x in lines if x)}
 
 
-def load(folder: Path, arch: str) -> dict[str, kernel.Kernel]:
+def load(folder: Path, arch: str) -> dict[str, Kernel]:
     """The kernels by Unit.stem."""
     found = {}
     for unit in UNITS:
         file = folder / f"{unit.stem}.{arch}.cubin"
-        functions = sass.parse(cuda_sass.listing("-sass", file))
-        usage = cuda_sass.listing("-res-usage", file)
-        found[unit.stem] = next(iter(kernel.kernels(functions, usage).values()))
+        found[unit.stem] = next(iter(cuda_sass.kernels(file).values()))
     return found

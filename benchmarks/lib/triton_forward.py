@@ -14,9 +14,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.lib import cuda_sass
-from gpu_model.sm import sass
 from gpu_model.sm.attention import Batch
-from gpu_model.sm.kernel import Kernel, Launch, Stage, kernels
+from gpu_model.sm.kernel import Kernel, Launch, Stage
 
 VERSION = "3.1.0"
 SOURCE = Path(__file__).with_name("triton_kernel.py")
@@ -25,20 +24,20 @@ ROWS, WARPS = 128, 8  # of a block, as in SOURCE
 
 def compiled(folder: Path) -> tuple[Kernel, int]:
     """The kernel, and the bytes of shared memory that a block of it asks for."""
+    folder.mkdir(parents=True, exist_ok=True)
     packages = folder / f"triton-{VERSION}"
     if not packages.is_dir():
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
         subprocess.run([*pip, str(packages), f"triton=={VERSION}"], check=True)
     environment = os.environ | {"PYTHONPATH": str(packages)}
     subprocess.run([sys.executable, str(SOURCE), str(folder)], check=True, env=environment)
-    cubin = folder / "kernel.cubin"
-    functions = sass.parse(cuda_sass.listing("-sass", cubin))
-    kernel = kernels(functions, cuda_sass.listing("-res-usage", cubin))["forward"]
-    return kernel, json.loads((folder / "kernel.json").read_text())["shared"]
+    shared = json.loads((folder / "kernel.json").read_text())["shared"]
+    return cuda_sass.kernels(folder / "kernel.cubin")["forward"], shared
 
 
 def forward(kernel: Kernel, shared: int, batch: Batch) -> list[Stage]:
-    """The pass over sequences of one length, a multiple of ROWS, with heads of 64 columns."""
+    """The pass over sequences of one length, a multiple of ROWS, with heads of 64 columns.
+    `shared`: bytes that a block asks for."""
     length, heads = batch.lengths[0], len(batch.lengths) * batch.heads
     grid = length // ROWS, heads, 1
     parameters = struct.pack("<QQQQQfii", *(n << 40 for n in range(1, 6)), 0.18, length, 64)

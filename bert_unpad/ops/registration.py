@@ -267,8 +267,8 @@ def first_order(
     Args:
         name: name of the operator, for the messages.
         saved_names: of the saved tensors that PyTorch's own code reads; None for others.
-        read: PyTorch's own code reads the gradients too, contiguous ones too, which operators of
-            C++ check themselves.
+        read: PyTorch's own code reads the gradients, not an operator of C++, which would check
+            them: check contiguous ones too.
     """
 
     def decorate(backward: Backward) -> Callable[..., tuple[Tensor | None, ...]]:

@@ -31,8 +31,8 @@ def check_tensors(
         function: the name that the message begins with.
         required: arguments by name.
         optional: the same, which may be None.
-        read: PyTorch reads contiguous ones too, and all of them at once, which operators of C++
-            check themselves: all must be on one device.
+        read: PyTorch's own code reads them, not an operator of C++, which would check them: check
+            contiguous ones too, and that all are on one device.
 
     Raises:
         TypeError: an argument is not a tensor.

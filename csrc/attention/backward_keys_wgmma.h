@@ -203,7 +203,7 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
           },
           [&](const float (&gradients)[8][4], const auto&) { bias.put(gradients); });
       if constexpr (Shared::kStages == 2) finish();
-      if (more) values.finish(count + 1);
+      if (more) values.finish(count + 1);  // after the sums ptxas would spill registers
       bias.add_up(tile * 64, seeing, keep);
     }
   }

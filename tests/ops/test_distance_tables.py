@@ -9,6 +9,7 @@ import torch
 
 from bert_unpad.batch import VarlenBatch
 from tests.support.attention_cases import (
+    DTYPES,
     Case,
     Kernels,
     compare,
@@ -52,6 +53,18 @@ def test_tables(
     if options.pop("given", False):
         options["positions"] = random_positions(QUERIES, LENGTHS)
     compare(Case(LENGTHS, **options), dtype, backend.device)
+
+
+@pytest.mark.parametrize("reach", [20, 200])
+@kinds("fused", "wgmma_fused", dtypes=DTYPES[1:])
+def test_biases_whose_exponentials_overflow(
+    backend: Backend, kernels: Kernels, dtype: torch.dtype, reach: int
+) -> None:
+    """Rows beyond a sequence's end have biases too, and count for nothing."""
+    torch.manual_seed(derived(3))
+    buckets = random_buckets(reach, 6)
+    case = Case([70, 5], parts=("table",), buckets=buckets, p=0.1, shift=300.0)
+    compare(case, dtype, backend.device)
 
 
 @pytest.mark.parametrize("head_dim", [32, 96, 128])

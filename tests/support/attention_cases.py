@@ -92,6 +92,8 @@ class Case:
     positions: Tensor | None = None
     buckets: Tensor | None = None
     parts: Sequence[str] = ()
+    shift: float = 0.0
+    """Added to all of the bias's table."""
 
     @property
     def queries(self) -> Sequence[int]:
@@ -118,7 +120,11 @@ class Case:
         rows = {"table": (count, self.heads)}
         rows |= {"query": (queries, self.heads, count), "key": (keys, self.heads, count)}
         shapes |= {name: rows[name] for name in self.parts}
-        return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+        shifts = {"table": self.shift}
+        return {
+            name: (torch.randn(shape) + shifts.get(name, 0.0)).to(dtype)
+            for name, shape in shapes.items()
+        }
 
     def dout(self, dtype: torch.dtype) -> Tensor:
         return torch.randn(sum(self.queries), self.heads, self.head_dim).to(dtype)
