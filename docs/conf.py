@@ -63,7 +63,7 @@ LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
 def read_page(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Links that hold in the repository hold in the site too; those to folders become text."""
+    """Links that hold in the repository hold in the site too; those to folders and programs become text."""
     file = ROOT / PAGES.get(docname, f"docs/{docname}.md")
     home = (DOCS / docname).parent
 
@@ -73,7 +73,7 @@ def read_page(app: Sphinx, docname: str, source: list[str]) -> None:
         if "://" in target or not path:
             return match[0]
         place = (file.parent / path).resolve()
-        if place.is_dir():
+        if place.is_dir() or (place.suffix == ".py" and DOCS not in place.parents):
             return text
         place = DOCS / SITE.get(str(place.relative_to(ROOT)), place)
         return f"[{text}]({os.path.relpath(place, home)}{hash_sign}{anchor})"
