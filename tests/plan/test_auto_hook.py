@@ -1,5 +1,6 @@
 """`comm.hook: auto`: what it predicts, chooses and says, when links change, and in real runs."""
 
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from bert_unpad.costs.compute import ComputeCost
 from bert_unpad.costs.device import Device
 from bert_unpad.costs.gradient_buckets import gradients_of
 from bert_unpad.costs.network import Cluster, Link
+from bert_unpad.costs.step import StepTime
 from bert_unpad.costs.workload import Workload
 from bert_unpad.nn import EncoderForPreTraining
 from bert_unpad.plan import Candidate, Planner, auto_hook
@@ -125,10 +127,15 @@ class World:
         self.measured += 1
         return sizes, times
 
+    @staticmethod
+    @functools.cache
+    def _predicted(link: Link) -> dict[str, StepTime]:
+        cluster = Cluster(1, link, link, "ring", flat=True)
+        return predict(work(2), device(), cluster, Candidate(2, 4), period=8)
+
     def seconds(self) -> float:
         """What an update takes now."""
-        cluster = Cluster(1, self.link, self.link, "ring", flat=True)
-        found = predict(work(2), device(), cluster, Candidate(2, 4), period=8)[self.hook.method]
+        found = self._predicted(self.link)[self.hook.method]
         compress = COMPRESS if self.hook.method == "power_sgd" else 0.0
         total = found.total - found.weights + compress
         return total * self.slower.get(self.hook.method, 1.0) + 0.05
