@@ -63,7 +63,7 @@ LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
 def read_page(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Links that hold in the repository hold in the site too; those to folders and programs become text."""
+    """Links that hold in the repository hold in the site; to folders and programs they are text."""
     file = ROOT / PAGES.get(docname, f"docs/{docname}.md")
     home = (DOCS / docname).parent
 

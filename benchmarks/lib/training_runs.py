@@ -6,23 +6,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bert_unpad.pretrain import main, pretrain
-from bert_unpad.pretrain.output import log
 from bert_unpad.pretrain.output.metrics import read_json_lines
 from bert_unpad.pretrain.output.report import is_reported
 
 ROOT = Path(__file__).resolve().parents[2]
-_measure_once = cache(log.measure_matmul_peak)
 
 
 def train_here(arguments: list[str]) -> int:
     """A run in this process, without its report; its exit code."""
     pretrain.write_report = lambda run, data: None
-    log.measure_matmul_peak = _measure_once  # of all runs in this process
     return main(arguments)
 
 

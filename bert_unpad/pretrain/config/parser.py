@@ -2,8 +2,8 @@
 
 import argparse
 import dataclasses
+import functools
 import typing
-from collections.abc import Sequence
 
 import jsonargparse
 
@@ -30,8 +30,9 @@ class _Formatter(jsonargparse.DefaultHelpFormatter):
         return text if action.default is not None else text.replace(" (default: %(default)s)", "")
 
 
-def make_parser(tiers: Sequence[str] = ("common", "advanced")) -> jsonargparse.ArgumentParser:
-    """A parser of the options of some tiers."""
+@functools.cache
+def make_parser(tiers: tuple[str, ...] = ("common", "advanced")) -> jsonargparse.ArgumentParser:
+    """A parser of the options of some tiers, made once a process: that takes half a second."""
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     shown = [option for option in _SETTINGS if option.tier in tiers]
     hidden = sum(option.tier not in ("code_only", *tiers) for option in _SETTINGS)
