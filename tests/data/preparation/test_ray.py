@@ -33,6 +33,13 @@ def corpus(tmp_path_factory):
     return config, contents(output)
 
 
+@pytest.fixture(scope="module")
+def engine():
+    """Starting one takes longer than any of its tasks here."""
+    with Ray(2) as engine:
+        yield engine
+
+
 def run(config, output, engine):
     source = open_files(Path(config.source))
     Pipeline(output, config, source, engine, block_bytes=5000, progress=False).run()
@@ -57,7 +64,7 @@ def noted(folder, job, arguments):
     return job(*arguments)
 
 
-def test_a_killed_worker_changes_nothing(corpus, tmp_path):
+def test_a_killed_worker_changes_nothing(corpus, engine, tmp_path):
     config, expected = corpus
     (tmp_path / "pids").mkdir()
     killed = []
@@ -72,9 +79,8 @@ def test_a_killed_worker_changes_nothing(corpus, tmp_path):
             time.sleep(0.05)
         (tmp_path / "enough").touch()
 
-    with Ray(2) as engine:
-        threading.Thread(target=kill, daemon=True).start()
-        run(config, tmp_path / "out", Tracked(engine, tmp_path / "pids"))
+    threading.Thread(target=kill, daemon=True).start()
+    run(config, tmp_path / "out", Tracked(engine, tmp_path / "pids"))
     assert len(killed) == 2
     assert contents(tmp_path / "out") == expected
 
@@ -85,13 +91,14 @@ def fails(number):
 
 def test_a_cluster_without_cores_yet(monkeypatch):
     monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)  # of the other tests' cluster
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"memory": 1e9})
     with Ray(address="auto") as engine:
         assert engine.workers == 1
 
 
-def test_errors_of_jobs_are_those_of_the_job():
-    with Ray(1) as engine, pytest.raises(ValueError, match="number: expected another one, got 5"):
+def test_errors_of_jobs_are_those_of_the_job(engine):
+    with pytest.raises(ValueError, match="number: expected another one, got 5"):
         list(engine.run(fails, [(5,)]))
 
 
@@ -115,11 +122,10 @@ def meets(folder, name, other):
     return {"name": name}
 
 
-def test_other_tasks_are_cancelled_when_one_fails(tmp_path):
-    with Ray(2) as engine:
-        with pytest.raises(ValueError, match="fails: expected False"):
-            list(engine.run(waits_or_fails, [(str(tmp_path), False), (str(tmp_path), True)]))
-        found = list(engine.run(meets, [(str(tmp_path), "a", "b"), (str(tmp_path), "b", "a")]))
+def test_other_tasks_are_cancelled_when_one_fails(engine, tmp_path):
+    with pytest.raises(ValueError, match="fails: expected False"):
+        list(engine.run(waits_or_fails, [(str(tmp_path), False), (str(tmp_path), True)]))
+    found = list(engine.run(meets, [(str(tmp_path), "a", "b"), (str(tmp_path), "b", "a")]))
     assert sorted(one["name"] for one in found) == ["a", "b"]
 
 
