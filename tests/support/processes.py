@@ -62,12 +62,12 @@ _context.set_forkserver_preload(
         "torch.distributed.optim",
         "bert_unpad.experimental",
         "bert_unpad.optim",
-        "bert_unpad.pretrain.config.parser",
         "bert_unpad.pretrain.pretrain",
         "docstring_parser",
         "huggingface_hub.repocard",
         "jsonargparse",
         "pytest",
+        "tests.support.rank_start",
         "typeshed_client",
     ]
 )
