@@ -238,9 +238,7 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   const uint32_t delta_at = lse_at + 4 * Shared::rows(p.args.max_q);
   const uint32_t sums_at =
       Shared::query_sums(p.args.max_q) + warp * (kColumns / 8) * 512 + lane * 16;
-  // One warpgroup takes sequences of up to 64 keys, and is spared what several passes need.
-  constexpr bool kOnePass = kGroups == 1;
-  const int passes = kOnePass ? block.k_len > 0 : (block.k_len + kKeys - 1) / kKeys;
+  const int passes = (block.k_len + kKeys - 1) / kKeys;
   const int query_tiles = (block.q_len + 63) / 64;
 
   const HeadRows<const T> q(p.args.q, block.q_begin, block.head);
@@ -267,6 +265,13 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   const auto gradients = TileOperand<64>::at(base + Shared::kGradients);
   const auto key_columns = TileOperand<kColumns>::at(base + Shared::kKeyTiles +
                                                      group * SharedTile<kColumns>::bytes(kKeys));
+  // Pointers to keys are worked out again: there are no registers to keep them in.
+  const auto again = [&] {
+    AttentionBlock same = block;
+    same.kv_head = static_cast<int>(keep_in_register(static_cast<uint32_t>(block.kv_head)));
+    same.k_begin = keep_in_register(block.k_begin);
+    return same;
+  };
   int count = 0;  // of query tiles so far, over all passes
   for (int pass = 0; pass < passes; ++pass) {
     const int pass_key = pass * kKeys;
@@ -294,7 +299,7 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
           [&](const auto&, const auto& gradient) { keys.put(gradient, Shared::kGradients); });
       float dq[kColumns / 8][4];
       const uint32_t mine = sums_at + tile * 64 * 256;
-      if (!kOnePass && pass > 0) {
+      if (pass > 0) {
 #pragma unroll
         for (int n = 0; n < kColumns / 8; ++n) {
           const auto x = load_shared<Vector<float, 4>>(mine + 512 * n);
@@ -311,21 +316,15 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
 #pragma unroll
       for (int step = 0; step < 4 * kGroups; ++step) {
         wgmma<T, true, true>(dq, gradients.template step<true>(step),
-                             key_columns.template step<true>(step),
-                             (!kOnePass && pass > 0) || step > 0);
+                             key_columns.template step<true>(step), pass > 0 || step > 0);
       }
       wgmma_commit();
       wgmma_wait<0>();  // also for the products of add_queries
       wgmma_fence_operand(dq);
       wgmma_fence_operand(keys.dk);
       wgmma_fence_operand(keys.dv);
-      if (!same_pass && pass + 1 < passes) {
-        // Pointers are worked out again: there are no registers to keep them in.
-        AttentionBlock again = block;
-        again.k_begin = keep_in_register(block.k_begin);
-        keys.load(p.args, again, pass_key + kKeys + 16 * warp);
-      }
-      if (kOnePass || pass + 1 == passes) {
+      if (!same_pass && pass + 1 < passes) keys.load(p.args, again(), pass_key + kKeys + 16 * warp);
+      if (pass + 1 == passes) {
         const float unit = p.args.scale * keep;
         store_rows<T>(dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head),
                       tile * 64 + warp % 4 * 16, block.q_len, kColumns * group);
@@ -335,7 +334,7 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
           store_shared<Vector<float, 4>>(mine + 512 * n, {dq[n][0], dq[n][1], dq[n][2], dq[n][3]});
       }
     }
-    keys.store(p.args, block, keep);
+    keys.store(p.args, again(), keep);
   }
   if (passes > 0) return;
   const float zeros[8][4] = {};

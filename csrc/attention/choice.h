@@ -89,18 +89,23 @@ inline int64_t query_sum_floats(int64_t q_tokens, int sequences, int heads, int 
 // 192 tokens, where fewer of their rows are empty, and 0.95 to 1.02 beyond.
 constexpr int wgmma_forward_groups(int max_q) { return max_q > 192 ? 2 : 1; }
 
-// Warpgroups of the backward kernel with wgmma, 64 keys each.
-constexpr int wgmma_backward_groups(int max_k) { return max_k > 64 ? 2 : 1; }
+// Warpgroups of a block of the fused backward kernel with wgmma, 64 keys of a pass each. Up to 192
+// queries there is shared memory for two blocks of one, which by the model of an SM take 0.69 to
+// 0.90 of the time of one block of two.
+constexpr int wgmma_backward_groups(int max_q, int max_k) {
+  return max_q > 192 && max_k > 64 ? 2 : 1;
+}
 
 inline uint32_t wgmma_backward_bytes(int max_q, int max_k) {
-  return wgmma_backward_groups(max_k) == 2 ? WgmmaBackwardShared<2>::bytes(max_q, max_k)
-                                           : WgmmaBackwardShared<1>::bytes(max_q, max_k);
+  return wgmma_backward_groups(max_q, max_k) == 2 ? WgmmaBackwardShared<2>::bytes(max_q, max_k)
+                                                  : WgmmaBackwardShared<1>::bytes(max_q, max_k);
 }
 
 // Whether the backward pass with wgmma is one fused kernel, of which a multiprocessor holds one
-// block. By the model of an SM two kernels take 3/2 of its time where either fills the device, but
-// their blocks are smaller. Where all sequences are as long as the longest, the last round of whole
-// heads takes as long as a full one; up to 256 keys two kernels gain nothing from that.
+// block, or two up to 192 queries. By the model of an SM two kernels take 3/2 of its time where
+// either fills the device, but their blocks are smaller. Where all sequences are as long as the
+// longest, the last round of whole heads takes as long as a full one; up to 256 keys two kernels
+// gain nothing from that.
 inline bool wgmma_backward_is_fused(int sequences, int64_t q_tokens, int heads, int max_q,
                                     int max_k, const AttentionDevice& device) {
   if (max_q > kFusedMaxQueries || wgmma_backward_bytes(max_q, max_k) > device.shared_bytes)
@@ -111,10 +116,10 @@ inline bool wgmma_backward_is_fused(int sequences, int64_t q_tokens, int heads, 
   return 3 * q_tokens * heads >= 2 * rounds * sms * max_q;
 }
 
-// Whether the fused kernel with mma.sync takes less time than that with wgmma, which has one block
-// on a multiprocessor where the other has two: 0.92 to 0.97 of it at 128 tokens, measured on an
-// H100 and an H200, 0.74 to 0.97 from 80 tokens on by the model of an SM. Up to 64 tokens wgmma has
-// two blocks too, and takes less.
+// Whether the fused kernel with mma.sync takes less time than that with wgmma. By the model of an
+// SM it takes 0.92 to 0.98 of it from 65 to 96 tokens and up to 1.04 at 112 and 128; measured it
+// was only against blocks of two warpgroups (0.92 to 0.97 at 128 tokens on an H100 and an H200). Up
+// to 64 tokens wgmma takes less.
 constexpr bool mma_backward_is_faster(int max_q, int max_k) {
   return max_q <= 128 && 64 < max_k && max_k <= 128;
 }

@@ -46,7 +46,7 @@ void launch_wgmma_backward(const AttentionRun& run, bool fused, cudaStream_t str
   };
   dispatch_16_bit(run.args, [&]<class T, bool kDropout>() {
     if constexpr (kHeadDim == 64) {
-      if (fused && wgmma_backward_groups(max_k) == 2)
+      if (fused && wgmma_backward_groups(max_q, max_k) == 2)
         return start_fused.template operator()<T, 2, kDropout>();
       if (fused) return start_fused.template operator()<T, 1, kDropout>();
     }

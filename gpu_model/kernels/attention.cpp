@@ -66,7 +66,7 @@ BU_EXPORT int attention_wgmma_plan(int64_t sequences, int64_t tokens, int64_t he
     out[0] = bert_unpad::wgmma_backward_is_fused(
         static_cast<int>(sequences), tokens, static_cast<int>(heads), q, k,
         {static_cast<int>(sms), static_cast<uint32_t>(shared_bytes), 90});
-    out[1] = bert_unpad::wgmma_backward_groups(k);
+    out[1] = bert_unpad::wgmma_backward_groups(q, k);
     out[2] = bert_unpad::wgmma_backward_bytes(q, k);
     out[3] = bert_unpad::wgmma_forward_groups(q);
   });

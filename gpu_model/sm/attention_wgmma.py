@@ -36,9 +36,9 @@ def forward_groups(max_q: int, window: int) -> int:
     return 2 if max_q > 192 and window < 0 else 1
 
 
-def backward_groups(max_k: int) -> int:
-    """wgmma_backward_groups of csrc/attention/choice.h."""
-    return 2 if max_k > 64 else 1
+def backward_groups(longest: int) -> int:
+    """wgmma_backward_groups of csrc/attention/choice.h, where queries are the keys."""
+    return 2 if longest > 192 else 1
 
 
 def backward_shared(groups: int, longest: int) -> int:

@@ -95,26 +95,27 @@ def test_every_barrier_wait_and_fence_is_needed(
 
 
 @pytest.mark.parametrize(
-    ("keys", "heads", "window", "parts", "sms", "head_dim"),
+    ("queries", "keys", "heads", "window", "parts", "sms", "head_dim"),
     [
-        pytest.param(64, 1, (-1, -1), (), FUSED, 64, id="one_warpgroup"),
-        pytest.param(200, 1, (-1, -1), (), FUSED, 64, id="two_warpgroups"),
-        pytest.param(200, 1, (-1, -1), (), SPLIT, 64, id="two_kernels"),
-        pytest.param(200, 1, (100, 90), (), FUSED, 64, id="window"),
-        pytest.param(200, 2, (-1, -1), (), FUSED, 64, id="grouped_heads"),
-        pytest.param(200, 1, (-1, -1), PARTS, FUSED, 64, id="bias"),
-        pytest.param(200, 1, (-1, -1), PARTS[:1], FUSED, 64, id="table"),
-        pytest.param(200, 1, (-1, -1), (), FUSED, 128, id="128_columns"),
-        pytest.param(200, 2, (100, 90), (), FUSED, 128, id="128_columns_with_a_window"),
+        pytest.param(140, 64, 1, (-1, -1), (), FUSED, 64, id="one_warpgroup"),
+        pytest.param(140, 200, 1, (-1, -1), (), FUSED, 64, id="one_warpgroup_with_passes"),
+        pytest.param(200, 200, 1, (-1, -1), (), FUSED, 64, id="two_warpgroups"),
+        pytest.param(140, 200, 1, (-1, -1), (), SPLIT, 64, id="two_kernels"),
+        pytest.param(140, 200, 1, (100, 90), (), FUSED, 64, id="window"),
+        pytest.param(140, 200, 2, (-1, -1), (), FUSED, 64, id="grouped_heads"),
+        pytest.param(140, 200, 1, (-1, -1), PARTS, FUSED, 64, id="bias"),
+        pytest.param(140, 200, 1, (-1, -1), PARTS[:1], FUSED, 64, id="table"),
+        pytest.param(140, 200, 1, (-1, -1), (), FUSED, 128, id="128_columns"),
+        pytest.param(140, 200, 2, (100, 90), (), FUSED, 128, id="128_columns_with_a_window"),
     ],
 )
 def test_every_barrier_wait_and_fence_of_the_backward_pass_is_needed(
-    on_model: OnTheModel, level: str | None, keys: int, heads: int, window: tuple[int, int],
-    parts: tuple[str, ...], sms: int, head_dim: int,
+    on_model: OnTheModel, level: str | None, queries: int, keys: int, heads: int,
+    window: tuple[int, int], parts: tuple[str, ...], sms: int, head_dim: int,
 ) -> None:  # fmt: skip
     torch.manual_seed(derived(10))
     on_model.multiprocessors = sms
-    case = Case([keys], [140], heads, 1, head_dim, window, parts=parts)
+    case = Case([keys], [queries], heads, 1, head_dim, window, parts=parts)
     case.buckets = random_buckets(20, 6) if parts else None
     inputs, dout = case.inputs(BF16), case.dout(BF16)
     sites = assert_every_site_is_needed(
