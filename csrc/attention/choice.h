@@ -117,7 +117,7 @@ inline bool wgmma_backward_is_fused(int sequences, int64_t q_tokens, int heads, 
 }
 
 // Whether the fused kernel with mma.sync takes less time than that with wgmma. By the model of an
-// SM it takes 0.92 to 0.98 of it from 65 to 96 tokens and up to 1.04 at 112 and 128; measured it
+// SM it takes 0.92 to 0.98 of it from 65 to 96 tokens and up to 1.08 at 112 and 128; measured it
 // was only against blocks of two warpgroups (0.92 to 0.97 at 128 tokens on an H100 and an H200). Up
 // to 64 tokens wgmma takes less.
 constexpr bool mma_backward_is_faster(int max_q, int max_k) {
