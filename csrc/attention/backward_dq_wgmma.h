@@ -204,10 +204,8 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
   if (table.used() && first_tile < keys.tiles())  // else the sums are zeros already
     table.write(block.q_begin + block_row, block.head, keep, Shared::kDout);
   const float unit = p.args.scale * keep;
-  // Which rows there are is not known any more: nvcc 13.5 would keep that, which spills.
-  const auto end = static_cast<int>(keep_in_register(static_cast<uint32_t>(block.q_len)));
   store_head_rows<T>(rows.dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head),
-                     first_row, end);
+                     first_row, again(block, &AttentionBlock::q_len).q_len);
 }
 
 }  // namespace bert_unpad

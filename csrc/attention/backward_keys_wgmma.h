@@ -188,11 +188,9 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
       const uint32_t at = base + Shared::stage(count), known = Shared::values(count);
       AttentionBlock here = block;
       here.head = head;
-      // Pointers are worked out again for each tile: there are no registers to keep them in.
-      if constexpr (kBias) {
-        here.head = static_cast<int>(keep_in_register(here.head));
-        for (uint32_t* begin : {&here.q_begin, &here.k_begin}) *begin = keep_in_register(*begin);
-      }
+      if constexpr (kBias)
+        here =
+            again(here, &AttentionBlock::head, &AttentionBlock::q_begin, &AttentionBlock::k_begin);
       const Bias bias(p, here, {known + Shared::kStarts}, here.head, keys.first, Shared::kBytes);
       keys.template add_queries<true>(
           HeadOperand::at(at), HeadOperand::at(at + Shared::kTile), known, known + Shared::kDelta,

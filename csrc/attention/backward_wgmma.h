@@ -265,12 +265,8 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   const auto gradients = TileOperand<64>::at(base + Shared::kGradients);
   const auto key_columns = TileOperand<kColumns>::at(base + Shared::kKeyTiles +
                                                      group * SharedTile<kColumns>::bytes(kKeys));
-  // Pointers to keys are worked out again: there are no registers to keep them in.
-  const auto again = [&] {
-    AttentionBlock same = block;
-    same.kv_head = static_cast<int>(keep_in_register(static_cast<uint32_t>(block.kv_head)));
-    same.k_begin = keep_in_register(block.k_begin);
-    return same;
+  const auto keys_again = [&] {
+    return again(block, &AttentionBlock::kv_head, &AttentionBlock::k_begin);
   };
   int count = 0;  // of query tiles so far, over all passes
   for (int pass = 0; pass < passes; ++pass) {
@@ -323,7 +319,8 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
       wgmma_fence_operand(dq);
       wgmma_fence_operand(keys.dk);
       wgmma_fence_operand(keys.dv);
-      if (!same_pass && pass + 1 < passes) keys.load(p.args, again(), pass_key + kKeys + 16 * warp);
+      if (!same_pass && pass + 1 < passes)
+        keys.load(p.args, keys_again(), pass_key + kKeys + 16 * warp);
       if (pass + 1 == passes) {
         const float unit = p.args.scale * keep;
         store_rows<T>(dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head),
@@ -334,7 +331,7 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
           store_shared<Vector<float, 4>>(mine + 512 * n, {dq[n][0], dq[n][1], dq[n][2], dq[n][3]});
       }
     }
-    keys.store(p.args, again(), keep);
+    keys.store(p.args, keys_again(), keep);
   }
   if (passes > 0) return;
   const float zeros[8][4] = {};

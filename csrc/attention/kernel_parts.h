@@ -124,6 +124,17 @@ BU_DEVICE AttentionBlock uniform(AttentionBlock b) {
   return b;
 }
 
+// The same, whose `members` the compiler does not know any more: what depends on them is worked out
+// again, and no registers keep it.
+template <class... Members>
+BU_DEVICE AttentionBlock again(AttentionBlock b, Members... members) {
+  const auto forget = [](auto& x) {
+    x = static_cast<std::decay_t<decltype(x)>>(keep_in_register(static_cast<uint32_t>(x)));
+  };
+  (forget(b.*members), ...);
+  return b;
+}
+
 // What a block works on, for where it is needed again. kShared: meanwhile it waits in shared
 // memory, at offset `at`, because on Blackwell ptxas has no registers left to keep it in.
 template <bool kShared = kBlackwell>
