@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 
 Keys = tuple[str | int, ...]
@@ -35,8 +40,17 @@ _ALLOWED = {
 _NAMES = "names {}, which is nothing that a checkpoint contains"
 
 
+def _memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
+    """What stands for `getattr`, by which Python 3.11.2 writes a member of an enumeration."""
+    if kind is not _MEM_FORMAT_ENCODING or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"it {_NAMES.format('builtins.getattr')}")
+    return kind[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it {_NAMES.format(f'{module}.{name}')}")
         return super().find_class(module, name)

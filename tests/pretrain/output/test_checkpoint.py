@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from bert_unpad.pretrain.config import ConfigError
 from bert_unpad.pretrain.output import checkpoint
@@ -235,7 +236,7 @@ class _Call:
         return self  # saving copies the state
 
 
-def _save_poisoned(directory: Path, file: str, poison: _Call) -> Path:
+def _save_poisoned(directory: Path, file: str, poison: object) -> Path:
     """A checkpoint with right checksums, of which a file or entry calls a function when read."""
     model, optimizer = _make(seed=0)
     _train(model, optimizer, range(1))
@@ -268,6 +269,34 @@ def test_nothing_in_a_checkpoint_is_called(tmp_path, file, monkeypatch):
     with pytest.raises(ConfigError, match=rf"resume: {path}/{shown}: it names \w+\.mkdir"):
         checkpointer.load(path, model, optimizer)
     assert not (tmp_path / "made").exists()
+
+
+class _Method:
+    """A pickle of it gets a class's function by its name."""
+
+    def __reduce__(self) -> tuple[Callable, tuple[type, str]]:
+        return getattr, (type(Path()), "unlink")
+
+
+def test_members_of_enumerations_may_be_written_by_name(tmp_path, monkeypatch):
+    """As Python 3.11.2 does; nothing else can be got so."""
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name))
+    )
+    model, optimizer = _make(seed=0)
+    checkpointer = Checkpointer(tmp_path, 2, ALONE)
+    checkpointer.save(1, model, optimizer, {})
+    checkpointer.wait()
+    path = newest_checkpoint(tmp_path)
+    assert b"getattr" in (path / ".metadata").read_bytes()
+    other, optimizer = _make(seed=1)
+    checkpointer.load(path, other, optimizer)
+    assert all(
+        torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True)
+    )
+    path = _save_poisoned(tmp_path / "poisoned", ".metadata", _Method())
+    with pytest.raises(ConfigError, match=rf"resume: {path}/\.metadata: it names \w+\.getattr"):
+        Checkpointer(path.parent, 2, ALONE).load(path, other, optimizer)
 
 
 def test_what_is_local_to_a_rank_comes_back(tmp_path):
