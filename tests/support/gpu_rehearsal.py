@@ -90,6 +90,9 @@ class Stream:
     def elapsed_time(self, end: Stream) -> float:
         return 1.0
 
+    def is_capturing(self) -> bool:
+        return OnCpu.capturing
+
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
@@ -131,6 +134,7 @@ def _install() -> None:
         "Event": Stream,
     }.items():
         setattr(torch.cuda, name, value)
+    torch.accelerator.current_stream = Stream  # optimizers ask it whether it is captured
     torch.Generator, torch.autocast = Generator, Autocast
     init = dist.init_process_group
     dist.init_process_group = lambda backend, **kwargs: init("gloo", **kwargs)
