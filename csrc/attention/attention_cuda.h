@@ -31,7 +31,7 @@ struct AttentionCudaParams {
   Packed<void> out_w, dq, dk, dv;
   float* lse;  // [heads, q_tokens]: log of the sum of exponentials of the scaled scores
   // Workspaces of the backward pass.
-  float* delta;    // [heads, q_tokens]: rowsum(dout * out), with wgmma times the rate kept
+  float* delta;    // [heads, q_tokens]: rowsum(dout * out), with 16 bits times the rate kept
   float* dq_sums;  // attention_query_sums() floats; null where that is 0
 };
 

@@ -114,7 +114,7 @@ attention_fp32_forward_kernel(BU_PARAMS Launch p) {
   const Fp32Head head(p.args, block, block.head);
   const QueryWindows windows(p.args, block);
   const HeadRows<float> out(p.args.out_w, block.q_begin, block.head);
-  const float scale = p.args.scale * kLog2e;
+  const float scale = p.unit;
   for (int i = threadIdx.x / 32; i < kFp32Rows; i += kFp32Warps) {
     const int row = block.tile * kFp32Rows + i;
     if (row >= block.q_len) break;
@@ -142,8 +142,7 @@ attention_fp32_forward_kernel(BU_PARAMS Launch p) {
       add_rows<kHeadDim>(o, 0, head.v, first, count);
       sync_warp();
     }
-    store_row<kHeadDim>(o, sum > 0.0f ? keep_scale(p.args.keep_threshold) / sum : sum,
-                        out.at(row, 0));
+    store_row<kHeadDim>(o, sum > 0.0f ? p.keep / sum : sum, out.at(row, 0));
     if (lane == 0)
       store_global<float>(p.args.lse + head.first_value + row, (row_max + log2f(sum)) * kLn2);
   }
@@ -161,7 +160,7 @@ attention_fp32_backward_dq_kernel(BU_PARAMS Launch p) {
   const QueryWindows windows(p.args, block);
   const HeadRows<const float> out(p.args.out, block.q_begin, block.head);
   const HeadRows<const float> dout(p.args.dout, block.q_begin, block.head);
-  const float scale = p.args.scale * kLog2e, keep = keep_scale(p.args.keep_threshold);
+  const float scale = p.unit, keep = p.keep;
   for (int i = threadIdx.x / 32; i < kFp32Rows; i += kFp32Warps) {
     const int row = block.tile * kFp32Rows + i;
     if (row >= block.q_len) break;
@@ -218,7 +217,7 @@ attention_fp32_backward_kernel(BU_PARAMS Launch p) {
   const HeadRows<const float> k(p.args.k, block.k_begin, block.kv_head);
   const HeadRows<const float> v(p.args.v, block.k_begin, block.kv_head);
   const QueryWindows windows(p.args, block);
-  const float scale = p.args.scale * kLog2e, keep = keep_scale(p.args.keep_threshold);
+  const float scale = p.unit, keep = p.keep;
   for (int i = threadIdx.x / 32; i < kFp32Rows; i += kFp32Warps) {
     const int row = block.tile * kFp32Rows + i;
     if (row >= block.k_len) break;

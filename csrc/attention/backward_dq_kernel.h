@@ -55,7 +55,7 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
   const int first_tile = block_keys.begin / keys.kKeys;
   keys.start(first_tile);
 
-  const float scale = fabsf(p.args.scale) * kLog2e;
+  const float scale = fabsf(p.unit);
   uint32_t q[kHeadDim / 16][4], dout[kHeadDim / 16][4];
   load_a<kHeadDim>(q, HeadRows<const T>(p.args.q, block.q_begin, block.head), first_row,
                    block.q_len, p.args.scale < 0.0f ? kNegatePair : 0u);
@@ -74,12 +74,12 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
       offset[half] = valid   ? load_global<float>(p.args.lse + head + row) * kLog2e
                      : kBias ? INFINITY
                              : 0.0f;
+      delta[half] *= keep_rate(p.args.keep_threshold);
       if (valid && lane % 4 == 0) store_global<float>(p.args.delta + head + row, delta[half]);
     }
   }
   [[maybe_unused]] const AttentionDropout dropout(
       p.args.rng, p.args.keep_threshold, block.sequence * p.args.heads + block.head, !kBias);
-  const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const Operands<kHeadDim> operands;
   const QueryBias<T, kBias> bias(p, block, windows, first_row);
   const QueryBiasSums<T, kBias> sums(p, block, windows, first_row, keys.kSharedBytes);
@@ -137,14 +137,14 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
           float weight = exp2_approx(fma(s[n][i], unit, -offset[i / 2]));
           const int key = first_key + 8 * n + 2 * (lane % 4) + i % 2;
           if (kWindow ? !seen[i / 2].holds(key, key) : key >= block.k_len) weight = 0.0f;
-          dp[n][i] = weight * (dp[n][i] * keep - delta[i / 2]);
+          dp[n][i] = weight * (dp[n][i] - delta[i / 2]);
         }
       }
       sums.put(dp);
       if (table.used())
         table.add(distance + first_key);
       else
-        sums.add_up(first_key, {first_key, first_key + 16});
+        sums.add_up(first_key, {first_key, first_key + 16}, p.keep);
       uint32_t gradients[4];
       pack_a<T>(gradients, dp[0], dp[1]);
 #pragma unroll
@@ -157,10 +157,11 @@ attention_backward_dq_kernel(BU_PARAMS Launch p) {
     }
   }
   if (table.used() && first_tile < keys.tiles())  // else the sums are zeros already
-    table.write(block.q_begin + block_row, block.head, 1.0f, 0);
+    table.write(block.q_begin + block_row, block.head, p.keep, 0);
   if (first_row >= block.q_len) return;
-  store_rows<T>(dq, p.args.scale, p.args.scale, HeadRows<T>(p.args.dq, block.q_begin, block.head),
-                first_row, block.q_len, 0);
+  const float factor = p.args.scale * p.keep;
+  store_rows<T>(dq, factor, factor, HeadRows<T>(p.args.dq, block.q_begin, block.head), first_row,
+                block.q_len, 0);
 }
 
 }  // namespace bert_unpad

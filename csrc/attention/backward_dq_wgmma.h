@@ -161,10 +161,9 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
   keys.start(first_tile);
 
   WgmmaQueryGradients<T, kHeadDim, kDropout, kBias> rows;
-  rows.start(p.args, block, windows, first_row, kDropout ? keep_rate(p.args.keep_threshold) : 1.0f);
+  rows.start(p.args, block, windows, first_row, keep_rate(p.args.keep_threshold));
   const AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
                                  block.sequence * p.args.heads + block.head, !kBias);
-  const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const QueryBias<T, kBias> bias(p, block, windows, first_row);
   const QueryBiasSums<T, kBias, 64> sums(p, block, windows, first_row, Shared::kBytes);
   const DistanceStrip<kBias, 64> strip(p, Shared::kStrips, Shared::kTable);
@@ -176,7 +175,6 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
   const int distance = block.q_len - block.k_len - first_row - 15;
   RowRange seen = any;  // by the warp's queries
   if constexpr (kBias) seen = windows.keys_of_any(windows.template span<16>(first_row));
-  const float scale = p.args.scale * kLog2e;
   const uint32_t base = keep_in_register(shared_base());
   const auto dout = HeadOperand::at(base + Shared::kDout);
   for (int tile = first_tile; tile < keys.tiles(); ++tile) {
@@ -192,18 +190,18 @@ attention_backward_dq_wgmma_kernel(BU_PARAMS Launch p) {
     }
     rows.add_tile(dout, HeadOperand::at(base + keys.keys(tile)),
                   HeadOperand::at(base + keys.values(tile)),
-                  !all.holds(first_key, first_key + keys.kKeys - 1), scale, dropout, first_row,
+                  !all.holds(first_key, first_key + keys.kKeys - 1), p.unit, dropout, first_row,
                   first_key, bias, strip, sums);
     if (table.used())
       table.add(distance + first_key);
     else
-      sums.add_up(first_key, seen, keep);
+      sums.add_up(first_key, seen, p.keep);
   }
   wgmma_wait<0>();
   wgmma_fence_operand(rows.dq);
   if (table.used() && first_tile < keys.tiles())  // else the sums are zeros already
-    table.write(block.q_begin + block_row, block.head, keep, Shared::kDout);
-  const float unit = p.args.scale * keep;
+    table.write(block.q_begin + block_row, block.head, p.keep, Shared::kDout);
+  const float unit = p.args.scale * p.keep;
   store_head_rows<T>(rows.dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head),
                      first_row, again(block, &AttentionBlock::q_len).q_len);
 }

@@ -152,11 +152,11 @@ BU_DEVICE void store_zeros(const cuda::AttentionCudaParams& a, const AttentionBl
   store(a.dv, block.k_begin, block.k_len);
 }
 
-// lse and delta = rowsum(dout * out), in turns, of all queries of a head, into shared memory. A
-// warp takes 32 queries at a time, so that it waits for memory less often.
+// lse and delta = rowsum(dout * out) times `unit`, in turns, of all queries of a head, into shared
+// memory. A warp takes 32 queries at a time, so that it waits for memory less often.
 template <class T, int kHeadDim, int kWarps>
 BU_DEVICE void fill_row_values(const cuda::AttentionCudaParams& a, uint32_t begin, uint32_t head,
-                               int q_len, uint32_t values) {
+                               int q_len, uint32_t values, float unit) {
   const int lane = threadIdx.x % 32;
   const float* lse = a.lse + head * a.q_tokens + begin;
   const HeadRows<const T> dout(a.dout, begin, head);
@@ -176,7 +176,7 @@ BU_DEVICE void fill_row_values(const cuda::AttentionCudaParams& a, uint32_t begi
       store_shared<FloatPair>(
           values + 8 * mine,
           {mine < q_len ? load_global<float>(lse + static_cast<uint32_t>(mine)) : 0.0f,
-           lane % 4 ? dots[r][1] : dots[r][0]});
+           (lane % 4 ? dots[r][1] : dots[r][0]) * unit});
     }
   }
 }

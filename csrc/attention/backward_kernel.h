@@ -51,6 +51,9 @@ struct BackwardKeys {
                                                                     : 2;
 
   static constexpr int kColumns = kKeyColumns<kHeadDim, kBias>;
+  // Which takes an instruction less a score than to mask the gradients of weights and the operand,
+  // but on Blackwell there are no registers for it.
+  static constexpr bool kMasksWeights = kDropout && !kBlackwell;
 
   HeadRows<const T> k, v;
   int first, end;  // the first of the keys in the sequence, and the sequence's length
@@ -111,8 +114,8 @@ struct BackwardKeys {
   // Takes in 16 queries, `first_query` the first one in the sequence. Where things begin in shared
   // memory: `q_rows`, their rows of q, and those of dout kQueries rows later; `k_rows_at`,
   // the warp's rows of K (with kSharedK); `values`, lse and delta of the queries, in turns.
-  // `hidden`: scores outside of windows. Returns the gradients of the scores, as A operands [keys,
-  // queries].
+  // `keep`: the scale of what dropout keeps; `hidden`: scores outside of windows. Returns the
+  // gradients of the scores, divided by `keep`, as A operands [keys, queries].
   BU_DEVICE void add_queries(uint32_t (&gradients)[kRowTiles][4], uint32_t q_rows,
                              uint32_t k_rows_at, uint32_t values, int first_query, float scale,
                              const AttentionDropout& dropout, float keep, uint32_t hidden,
@@ -165,28 +168,30 @@ struct BackwardKeys {
     uint32_t weights[kRowTiles][4];
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
+      float kept[2][4];  // weights that are not dropped
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {  // key g + 8 * (i / 2 % 2), query 2t + i % 2
+        float& weight = s[r][i / 4][i % 4];
+        weight = exp2_approx(fma(weight, unit, -offset[i / 4][i % 2]));
+        if (hidden >> i & 1) weight = 0.0f;
+        kept[i / 4][i % 4] = weight;
+      }
       DropoutTile drawn;
       if (draws) {
         drawn =
             AttentionDropout::transposed_tile(bits, kRowTiles == 2 ? r != 0 : first / 16 % 2 != 0);
-        dropout.apply(dp[r], drawn);
+        dropout.apply(kMasksWeights ? kept : dp[r], drawn);
       }
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {  // key g + 8 * (i / 2), query 2t + i % 2
-          float& weight = s[r][n][i];
-          weight = exp2_approx(fma(weight, unit, -offset[n][i % 2]));
-          if (hidden >> (4 * n + i) & 1) weight = 0.0f;
-          dp[r][n][i] = weight * fma(dp[r][n][i], keep, -dots[n][i % 2]);
-        }
-      }
-      pack_a<T>(weights[r], s[r][0], s[r][1]);
-      if (draws) dropout.apply(weights[r], drawn);
+      for (int i = 0; i < 8; ++i)
+        dp[r][i / 4][i % 4] = score_gradient<kMasksWeights>(
+            s[r][i / 4][i % 4], kept[i / 4][i % 4], dp[r][i / 4][i % 4], dots[i / 4][i % 2]);
+      pack_a<T>(weights[r], kept[0], kept[1]);
+      if (draws && !kMasksWeights) dropout.apply(weights[r], drawn);
       pack_a<T>(gradients[r], dp[r][0], dp[r][1]);
     }
     bias.put(dp[0]);
-    bias.add_up(first_query, {first_query, first_query + 16});
+    bias.add_up(first_query, {first_query, first_query + 16}, keep);
     keep_loads_behind();
 #pragma unroll
     for (int n = 0; n < kColumns / 16; ++n) {
@@ -228,11 +233,13 @@ struct BackwardKeys {
     const uint32_t begin = keep_in_register(block.k_begin);
     const int first = static_cast<int>(keep_in_register(this->first));
     const int head = static_cast<int>(keep_in_register(block.kv_head));
+    const int column = static_cast<int>(keep_in_register(first_column));
     const HeadRows<T> dk_rows(a.dk, begin, head), dv_rows(a.dv, begin, head);
+    const float unit = a.scale * keep;
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
-      store_rows<T>(dk[r], a.scale, a.scale, dk_rows, first + 16 * r, end, first_column);
-      store_rows<T>(dv[r], keep, keep, dv_rows, first + 16 * r, end, first_column);
+      store_rows<T>(dk[r], unit, unit, dk_rows, first + 16 * r, end, column);
+      store_rows<T>(dv[r], keep, keep, dv_rows, first + 16 * r, end, column);
     }
   }
 };
@@ -299,10 +306,11 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   const auto again = [](uint32_t x) { return static_cast<int>(keep_in_register(x)); };
   constexpr bool kKeptShared = Shared::kKeptShared;
   const KeptBlock<kKeptShared> kept(block, Shared::kBlock);
-  // A fused block passes over the keys, a general one over the heads that read its keys.
-  const auto passes = [&] {
-    return kFused ? (kept.get().k_len + kKeys - 1) / kKeys : kGeneral ? p.group : 1;
-  };
+  // A fused block passes over the keys, kStep at a time, a general one over the heads that read its
+  // keys.
+  constexpr int kStep = kFused ? kKeys : 1;
+  const auto end = [&] { return kFused ? kept.get().k_len : kGeneral ? p.group : 1; };
+  const auto last = [&](int at) { return at >= end() - kStep; };
   const auto copy_queries = [&](int head, int tile, int stage) {
     const int begin = again(kept.get().q_begin), thread = again(threadIdx.x);
     const HeadRows<const T> q(p.args.q, begin, head), dout(p.args.dout, begin, head);
@@ -334,8 +342,8 @@ attention_backward_kernel(BU_PARAMS Launch p) {
     return static_cast<uint32_t>(at.sequence * p.args.heads + at.head);
   };
   AttentionDropout dropout(p.args.rng, p.args.keep_threshold, stream(), !kGeneral);
-  const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
-  const float scale = p.args.scale * kLog2e;
+  // On Turing a register of its own: with the constant ptxas spills others.
+  const float scale = kTuring ? p.args.scale * kLog2e : p.unit;
   [[maybe_unused]] const auto gradient_operands = [&] {
     if constexpr (kHeadDim == kQueries)
       return keys.operands;
@@ -352,42 +360,42 @@ attention_backward_kernel(BU_PARAMS Launch p) {
   int first_column = 0;
   if constexpr (kKeyColumns<kHeadDim, kBias> < kHeadDim) first_column = p.first_column;
   int tiles_before = 0;  // of queries, over all passes
-  for (int pass = 0; pass < passes(); ++pass) {
-    const int pass_key = kFused ? pass * kKeys : first_key;
+  for (int at = 0; at < end(); at += kStep) {
+    const int pass_key = kFused ? at : first_key;
     if constexpr (kFused) {
       keys.find(p.args, kept.get(), again(kept.get().k_begin));
       if constexpr (!kKeptShared) dropout.stream = keep_in_register(dropout.stream);
-      if (pass > 0) sync_block();  // all are done with the keys of the pass before
+      if (at > 0) sync_block();  // all are done with the keys of the pass before
       copy_tile<kKeys, kThreads, kHeadDim>(Shared::kKeyTile, keys.k, pass_key, block.k_len,
-                                           threadIdx.x);
+                                           again(threadIdx.x));
     }
-    if (kFused || pass == 0) {
+    if (kFused || at == 0) {
       copy_async_commit();
       keys.start(pass_key + warp_key);
     }
-    if (kFused && pass == 0)
+    if (kFused && at == 0)
       fill_row_values<T, kHeadDim, kWarps>(p.args, again(kept.get().q_begin),
                                            again(kept.get().head), kept.get().q_len,
-                                           Shared::kRowValues);
+                                           Shared::kRowValues, keep_rate(p.args.keep_threshold));
     if constexpr (kKeptShared) dropout.stream = stream();
-    const KeyBias<T, kBias> bias(p, block, {windows}, block.head + pass, keys.first,
+    const KeyBias<T, kBias> bias(p, block, {windows}, block.head + at, keys.first,
                                  Shared::bytes(0));
     bias.zero();
     using BiasShared = KeyBiasShared<kWarps, kQueries>;
     const DistanceStrip<kBias, kQueries> strip(
         p, BiasShared::strips(Shared::bytes(0)),
         BiasShared::tables(Shared::bytes(0)) + threadIdx.x / 32 * (4 * kMostDistances));
-    if (strip.used()) strip.load(block.head + pass, threadIdx.x % 32, 32);
+    if (strip.used()) strip.load(block.head + at, threadIdx.x % 32, 32);
     // A fused block has at least one tile.
     for (int tile = first_tile, next = 0; (kFused && tile == 0) || tile < query_tiles;
          tile = next, ++tiles_before) {
-      const int count = kKeptShared ? pass * query_tiles + tile : tiles_before;
+      const int count = kKeptShared ? at / kKeys * query_tiles + tile : tiles_before;
       next = needed(tile + 1);
       copy_async_wait<0>();
       sync_block();  // the tile is there for all, and all are done with the one before it
       const bool same_pass = next < query_tiles;
-      if (same_pass || pass + 1 < passes()) {
-        const int head = kept.get().head + (!kGeneral ? 0 : same_pass ? pass : pass + 1);
+      if (same_pass || !last(at)) {
+        const int head = kept.get().head + (!kGeneral ? 0 : same_pass ? at : at + 1);
         copy_queries(head, same_pass ? next : first_tile, count + 1);
       }
       copy_async_commit();
@@ -415,27 +423,27 @@ attention_backward_kernel(BU_PARAMS Launch p) {
           uint32_t gradients[kRowTiles][4];
           keys.add_queries(gradients, Shared::stage(count) + Tile::bytes(16 * step),
                            again(Shared::kKeyTile + Tile::bytes(warp_key)), values + 128 * step,
-                           first_query, scale, dropout, keep, hidden, bias, strip, first_column);
+                           first_query, scale, dropout, p.keep, hidden, bias, strip, first_column);
           if constexpr (kFused) keys.share(gradients, Shared::kGradients, step);
         }
       }
       if constexpr (kFused) {
         BackwardQueries<T, kHeadDim, kWarps, kQueries> queries(kept.get(), tile,
                                                                again(threadIdx.x));
-        queries.start(pass > 0 ? query_sums() : nullptr);
+        queries.start(at > 0 ? query_sums() : nullptr);
         sync_block();  // all score gradients of the tile are there
         queries.add_keys(Shared::kKeyTile, keys.operands, Shared::kGradients, gradient_operands,
-                         std::min(kept.get().k_len - pass_key, kKeys));
-        if (pass + 1 < passes())
-          queries.store_sums(query_sums());
-        else
+                         std::min(kept.get().k_len - at, kKeys));
+        if (last(at))
           queries.store(HeadRows<T>(p.args.dq, again(kept.get().q_begin), kept.get().head),
-                        kept.get().q_len, p.args.scale);
+                        kept.get().q_len, p.args.scale * p.keep);
+        else
+          queries.store_sums(query_sums());
       }
     }
     if constexpr (kGeneral) ++dropout.stream;
-    if ((kFused || pass + 1 == passes()) && keys.first < kept.get().k_len)
-      keys.store(p.args, kept.get(), keep, first_column);
+    if ((kFused || last(at)) && keys.first < kept.get().k_len)
+      keys.store(p.args, kept.get(), p.keep, first_column);
   }
 }
 

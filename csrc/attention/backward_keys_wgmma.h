@@ -123,8 +123,8 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
   const int first_tile = needed(rows.begin / 64);
 
   const auto copy_queries = [&](int head, int tile, int stage) {
-    const HeadRows<const T> q(p.args.q, block.q_begin, head);
-    const HeadRows<const T> dout(p.args.dout, block.q_begin, head);
+    const uint32_t begin = keep_in_register(block.q_begin);
+    const HeadRows<const T> q(p.args.q, begin, head), dout(p.args.dout, begin, head);
     const uint32_t to = Shared::stage(stage);
     copy_tiles<64, 128, kHeadDim, 64>(to, q, tile * 64, block.q_len);
     copy_tiles<64, 128, kHeadDim, 64>(to + Shared::kTile, dout, tile * 64, block.q_len);
@@ -146,8 +146,6 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
   AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
                            block.sequence * p.args.heads + block.head, !kBias);
   for (uint32_t* x : {&dropout.key.k0, &dropout.key.k1, &dropout.key.offset}) *x = first_lane(*x);
-  const float scale = p.args.scale * kLog2e;
-  const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   const uint32_t base = keep_in_register(shared_base());
   WgmmaBackwardKeys<T, kHeadDim, kDropout, kBias> keys;
   const int warp_key = first_key + static_cast<int>(threadIdx.x) / 32 * 16;
@@ -166,17 +164,20 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
     wgmma_fence_operand(keys.dv);
   };
   int count = 0;  // of query tiles so far, over all heads
-  for (int head = block.head; head < block.head + p.group; ++head, ++dropout.stream) {
-    Bias(p, block, {}, head, keys.first, Shared::kBytes).zero();
-    for (int tile = first_tile, next = 0; tile < query_tiles; tile = next, ++count) {
+  for (int of_group = 0; first_tile < query_tiles && of_group < p.group;
+       ++of_group, ++dropout.stream) {
+    Bias(p, block, {}, block.head + of_group, keys.first, Shared::kBytes).zero();
+    int tile = first_tile, next = 0;
+    do {
       next = needed(tile + 1);
       copy_async_wait<0>();
       fence_shared();
       sync_block();  // the tile is there for all, and all are done with the one that is replaced
       const bool same_head = next < query_tiles;
-      const bool more = same_head || head + 1 < block.head + p.group;
+      const bool more = same_head || of_group + 1 < p.group;
+      const auto head = [&] { return block.head + of_group; };
       if (more) {
-        const int next_head = same_head ? head : head + 1;
+        const int next_head = same_head ? head() : head() + 1;
         const int next_tile = same_head ? next : first_tile;
         copy_queries(next_head, next_tile, count + 1);
         values.start(next_head, next_tile, count + 1);
@@ -187,26 +188,28 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
       const bool hides = windows.bounded() && !windows.keys_of_all(span).holds(first_key, last_key);
       const uint32_t at = base + Shared::stage(count), known = Shared::values(count);
       AttentionBlock here = block;
-      here.head = head;
+      here.head = head();
       if constexpr (kBias)
         here =
             again(here, &AttentionBlock::head, &AttentionBlock::q_begin, &AttentionBlock::k_begin);
       const Bias bias(p, here, {known + Shared::kStarts}, here.head, keys.first, Shared::kBytes);
       keys.template add_queries<true>(
           HeadOperand::at(at), HeadOperand::at(at + Shared::kTile), known, known + Shared::kDelta,
-          kBias ? 1.0f : scale, dropout, tile * 64,
-          [&](float (&scores)[8][4]) { bias.add(scores, tile * 64, scale); },
+          kBias ? 1.0f : p.unit, dropout, tile * 64,
+          [&](float (&scores)[8][4]) { bias.add(scores, tile * 64, p.unit); },
           [&](float (&weights)[8][4]) {
             if (hides) zero_unseen(weights, keys.first, known + Shared::kSeen);
           },
-          [&](const float (&gradients)[8][4], const auto&) { bias.put(gradients); });
+          [](int, const auto&) {}, [&](const float (&gradients)[8][4]) { bias.put(gradients); });
       if constexpr (Shared::kStages == 2) finish();
       if (more) values.finish(count + 1);  // after the sums ptxas would spill registers
-      bias.add_up(tile * 64, seeing, keep);
-    }
+      bias.add_up(tile * 64, seeing, p.keep);
+      tile = next;
+      ++count;
+    } while (tile < query_tiles);
   }
   if constexpr (Shared::kStages > 2) finish();
-  keys.store(p.args, block, keep);
+  keys.store(p.args, again(block, &AttentionBlock::kv_head, &AttentionBlock::k_begin), p.keep);
 }
 
 }  // namespace bert_unpad

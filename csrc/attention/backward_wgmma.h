@@ -77,12 +77,14 @@ struct WgmmaBackwardKeys {
   // where theirs begin in shared memory; lse is in base 2 unless kNaturalLse, delta divided by the
   // scale of what dropout keeps, as the score gradients are. `change` is called with the scores,
   // [keys, queries], which are in units of `unit` afterwards; `hide` with the weights, and sets
-  // those to 0 that do not count; `share` with the score gradients, and the same as A operands. The
-  // products with q and dout are still being made afterwards.
-  template <bool kNaturalLse = false, class Change, class Hide, class Share>
+  // those to 0 that do not count; `put` four times, with the number of a step of 16 queries and its
+  // score gradients as an A operand; `share` with all of them, [keys, queries]. The products with q
+  // and dout are still being made afterwards.
+  template <bool kNaturalLse = false, class Change, class Hide, class Put, class Share>
   BU_DEVICE void add_queries(HeadOperand q, HeadOperand dout, uint32_t lse, uint32_t delta,
                              float unit, const AttentionDropout& dropout, int first_query,
-                             const Change& change, const Hide& hide, const Share& share) {
+                             const Change& change, const Hide& hide, const Put& put,
+                             const Share& share) {
     float s[8][4], dp[8][4];  // [keys, queries]: scores; gradients of the weights
     wgmma_fence();
     multiply_heads<T, kHeadDim / 16>(s, k, q);
@@ -98,7 +100,6 @@ struct WgmmaBackwardKeys {
     wgmma_fence_operand(s);
     change(s);
     const bool draws = kDropout && (!kBias || dropout.draws());
-    uint32_t operand[4][4];
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       FloatPair l = load_shared<FloatPair>(lse + column + 32 * n);
@@ -108,59 +109,62 @@ struct WgmmaBackwardKeys {
         s[n][i] = exp2_approx(fma(s[n][i], unit, -(i % 2 ? l.high : l.low)));
     }
     hide(s);
+    if constexpr (kLate) start_dp();
+    // There are no registers to keep what follows from it.
+    const int key = static_cast<int>(keep_in_register(first));
+    wgmma_wait<0>();
+    wgmma_fence_operand(dp);
+    uint32_t operands[4][2][4];  // of 16 queries each: weights, score gradients
+    const auto multiply = [&](int step) {
+      wgmma_fence_operand(operands[step]);
+      wgmma_fence();
+      add_rows<T>(dv, operands[step][0], dout, step);
+      add_rows<T>(dk, operands[step][1], q, step);
+      wgmma_commit();
+    };
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      pack_a<T>(operand[step], s[2 * step], s[2 * step + 1]);
+      float kept[2][4];  // weights that are not dropped
+#pragma unroll
+      for (int i = 0; i < 8; ++i) kept[i / 4][i % 4] = s[2 * step + i / 4][i % 4];
       if (draws) {
-        const Philox4 bits = dropout.draw_transposed(first_query / 16 + step, first / 32);
-        drop(operand[step], s[2 * step], s[2 * step + 1], dropout.rule,
-             AttentionDropout::transposed_tile(bits, first / 16 % 2));
+        const Philox4 bits = dropout.draw_transposed(first_query / 16 + step, key / 32);
+        dropout.apply(kept, AttentionDropout::transposed_tile(bits, first / 16 % 2));
       }
-    }
-    wgmma_fence_operand(operand);
-    if constexpr (kLate) start_dp();
-    wgmma_fence();
-    add_rows<T>(dv, operand, dout);
-    wgmma_commit();
-    // With 128 columns the product with dout too: there are no registers for its operand.
-    wgmma_wait<kShared && kLate ? 0 : 1>();
-    wgmma_fence_operand(dp);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const FloatPair dots = load_shared<FloatPair>(delta + column + 32 * n);
+      for (int half = 0; half < 2; ++half) {
+        const int n = 2 * step + half;
+        const FloatPair dots = load_shared<FloatPair>(delta + column + 32 * n);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float dot = i % 2 ? dots.high : dots.low, weight = s[n][i];
-        if constexpr (kDropout)
-          dp[n][i] = fma(fmaxf(weight, 0.0f), dp[n][i], -fabsf(weight) * dot);
-        else
-          dp[n][i] = weight * (dp[n][i] - dot);
+        for (int i = 0; i < 4; ++i) {
+          dp[n][i] = score_gradient<kDropout>(s[n][i], kept[half][i], dp[n][i],
+                                              i % 2 ? dots.high : dots.low);
+        }
       }
+      pack_a<T>(operands[step][0], kept[0], kept[1]);
+      pack_a<T>(operands[step][1], dp[2 * step], dp[2 * step + 1]);
+      put(step, operands[step][1]);
+      // While the next ones are worked out; with a bias there are no registers for that.
+      if constexpr (!kBias) multiply(step);
     }
-    uint32_t gradient[4][4];
+    share(dp);
+    if constexpr (kBias) {
 #pragma unroll
-    for (int step = 0; step < 4; ++step) pack_a<T>(gradient[step], dp[2 * step], dp[2 * step + 1]);
-    share(dp, gradient);
-    wgmma_fence_operand(gradient);
-    wgmma_fence();
-    add_rows<T>(dk, gradient, q);
-    wgmma_commit();
+      for (int step = 0; step < 4; ++step) multiply(step);
+    }
   }
 
-  // Puts score gradients where the warpgroups that compute dQ find them, [keys of the pass, 64
-  // queries]. Those of rows beyond the last key may be infinite; they must not meet zeros.
-  BU_DEVICE void put(const uint32_t (&gradient)[4][4], uint32_t tile) const {
+  // Puts score gradients of 16 queries where the warpgroups that compute dQ find them, [keys of the
+  // pass, 64 queries]. Those of rows beyond the last key may be infinite; they must not meet zeros.
+  BU_DEVICE void put(const uint32_t (&gradients)[4], int step, uint32_t tile) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
     // Held, so that it is one register outside of this function and not one for each piece.
     const uint32_t at = keep_in_register(tile + SharedTile<64>::offset(row, 0) + 4 * (lane % 4));
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool valid = first + lane / 4 + 8 * (i % 2) < end;
-        store_shared<uint32_t>((at ^ 16 * (2 * step + i / 2)) + SharedTile<64>::bytes(8 * (i % 2)),
-                               valid ? gradient[step][i] : 0u);
-      }
+    for (int i = 0; i < 4; ++i) {
+      const bool valid = first + lane / 4 + 8 * (i % 2) < end;
+      store_shared<uint32_t>((at ^ 16 * (2 * step + i / 2)) + SharedTile<64>::bytes(8 * (i % 2)),
+                             valid ? gradients[i] : 0u);
     }
   }
 
@@ -169,21 +173,6 @@ struct WgmmaBackwardKeys {
     const float unit = a.scale * keep;
     store_head_rows<T>(dk, unit, unit, HeadRows<T>(a.dk, block.k_begin, block.kv_head), first, end);
     store_head_rows<T>(dv, keep, keep, HeadRows<T>(a.dv, block.k_begin, block.kv_head), first, end);
-  }
-
- private:
-  // Zeroes what is dropped of an A operand, and turns its sign in the C tiles that were packed: no
-  // weight was negative.
-  static BU_DEVICE void drop(uint32_t (&a)[4], float (&left)[4], float (&right)[4],
-                             const PairRule& rule, const DropoutTile& drawn) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t kept = rule.kept(drawn.pair[i / 2][i % 2]);
-      a[i] &= kept;
-      float (&c)[4] = i / 2 ? right : left;
-      if (!(kept & 0xffffu)) c[i % 2 * 2] = -c[i % 2 * 2];
-      if (!(kept >> 16)) c[i % 2 * 2 + 1] = -c[i % 2 * 2 + 1];
-    }
   }
 };
 
@@ -252,15 +241,13 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
   copy_async_commit();
   WgmmaBackwardKeys<T, 64, kDropout> keys;
   keys.load(p.args, block, 16 * warp);
-  const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   fill_wgmma_row_values<T, 4 * kGroups>(p.args, block, lse_at, delta_at,
-                                        keep > 0.0f ? 1.0f / keep : 0.0f);
+                                        keep_rate(p.args.keep_threshold));
 
   AttentionDropout dropout(p.args.rng, p.args.keep_threshold,
                            block.sequence * p.args.heads + block.head);
   // Uniform registers for the keys of all rounds: there are no others left.
   for (uint32_t* x : {&dropout.key.k0, &dropout.key.k1, &dropout.key.offset}) *x = first_lane(*x);
-  const float scale = p.args.scale * kLog2e;
   const uint32_t base = keep_in_register(shared_base());
   const auto gradients = TileOperand<64>::at(base + Shared::kGradients);
   const auto key_columns = TileOperand<kColumns>::at(base + Shared::kKeyTiles +
@@ -291,8 +278,9 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
       const uint32_t at = base + Shared::stage(count);
       keys.add_queries(
           HeadOperand::at(at), HeadOperand::at(at + Shared::kTile), lse_at + 256 * tile,
-          delta_at + 256 * tile, scale, dropout, tile * 64, [](const auto&) {}, [](const auto&) {},
-          [&](const auto&, const auto& gradient) { keys.put(gradient, Shared::kGradients); });
+          delta_at + 256 * tile, p.unit, dropout, tile * 64, [](const auto&) {}, [](const auto&) {},
+          [&](int step, const auto& gradients) { keys.put(gradients, step, Shared::kGradients); },
+          [](const auto&) {});
       float dq[kColumns / 8][4];
       const uint32_t mine = sums_at + tile * 64 * 256;
       if (pass > 0) {
@@ -322,7 +310,7 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
       if (!same_pass && pass + 1 < passes)
         keys.load(p.args, keys_again(), pass_key + kKeys + 16 * warp);
       if (pass + 1 == passes) {
-        const float unit = p.args.scale * keep;
+        const float unit = p.args.scale * p.keep;
         store_rows<T>(dq, unit, unit, HeadRows<T>(p.args.dq, block.q_begin, block.head),
                       tile * 64 + warp % 4 * 16, block.q_len, kColumns * group);
       } else {
@@ -331,7 +319,7 @@ attention_backward_wgmma_kernel(BU_PARAMS AttentionLaunch p) {
           store_shared<Vector<float, 4>>(mine + 512 * n, {dq[n][0], dq[n][1], dq[n][2], dq[n][3]});
       }
     }
-    keys.store(p.args, keys_again(), keep);
+    keys.store(p.args, keys_again(), p.keep);
   }
   if (passes > 0) return;
   const float zeros[8][4] = {};

@@ -169,14 +169,13 @@ attention_forward_kernel(BU_PARAMS Launch p) {
   const int first = first_row_of(place);
   const HeadRows<T> out(p.args.out_w, place.q_begin, place.head);
   float* lse = p.args.lse + static_cast<uint32_t>(place.head) * p.args.q_tokens + place.q_begin;
-  const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
     float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float total = quad_sum(rows.sum[r][half]);
-      factor[half] = total > 0.0f ? keep / total : total;  // 0 without keys; a NaN stays one
+      factor[half] = total > 0.0f ? p.keep / total : total;  // 0 without keys; a NaN stays one
       // Not kept since the queries were loaded: there are no registers for it.
       const int row = first + 16 * r + 8 * half + static_cast<int>(keep_in_register(lane)) / 4;
       if (lane % 4 == 0 && row < place.q_len)

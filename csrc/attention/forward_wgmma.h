@@ -167,7 +167,7 @@ attention_forward_wgmma_kernel(BU_PARAMS Launch p) {
   for (int ahead = 0; ahead < kAhead; ++ahead) keys.start(first_tile + ahead);
 
   // The maximum is taken before scores are scaled, so the scale must be positive: q gets its sign.
-  const float scale = fabsf(p.args.scale) * kLog2e;
+  const float scale = fabsf(p.unit);
   load_a<kHeadDim>(rows.q, HeadRows<const T>(p.args.q, block.q_begin, block.head), first_row,
                    block.q_len, p.args.scale < 0.0f ? kNegatePair : 0u);
   zero(rows.o);
@@ -208,14 +208,13 @@ attention_forward_wgmma_kernel(BU_PARAMS Launch p) {
 
   const HeadRows<T> out(p.args.out_w, block.q_begin, block.head);
   float* lse = p.args.lse + block.head * p.args.q_tokens + block.q_begin;
-  const float keep = kDropout ? keep_scale(p.args.keep_threshold) : 1.0f;
   float factor[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float total = quad_sum(rows.sum[half]);
     // 0 without keys; a NaN stays one. No division: it is a function, and with a call in the kernel
     // ptxas waits for every wgmma at once.
-    factor[half] = total > 0.0f ? keep * reciprocal_approx(total) : total;
+    factor[half] = total > 0.0f ? p.keep * reciprocal_approx(total) : total;
     const int row = first_row + 8 * half + lane / 4;
     if (lane % 4 == 0 && row < block.q_len)
       store_global<float>(lse + row,

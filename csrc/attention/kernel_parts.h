@@ -25,7 +25,9 @@ inline constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994
 struct AttentionLaunch {
   cuda::AttentionCudaParams args;
   int first, tiles;
-  int group;  // query heads that read one head of keys and values
+  int group;   // query heads that read one head of keys and values
+  float unit;  // of a score in base 2: scale * log2(e)
+  float keep;  // what dropout multiplies the kept weights by; 1 without dropout
 };
 
 // The same with a position bias. Kernels are compiled for one or the other, so that those without a
@@ -369,6 +371,14 @@ BU_DEVICE void store_rows(const float (&c)[kTiles][4], float factor0, float fact
       if (row < end) store_global(rows.at(row, column + 8 * (n + lane % 4)), out);
     }
   }
+}
+
+// The gradient of a score, divided by what dropout multiplies by, as `delta` = rowsum(dout * out)
+// is: then it takes two instructions. `dp`: the gradient of the weight; kMasked: of what dropout
+// makes of it, `kept`, which is 0 where it is dropped.
+template <bool kMasked>
+BU_DEVICE float score_gradient(float weight, float kept, float dp, float delta) {
+  return kMasked ? fma(kept, dp, -weight * delta) : weight * (dp - delta);
 }
 
 // rowsum(dout * out) of the rows g and g + 8 of 16, in all lanes that hold them; zero from `end`

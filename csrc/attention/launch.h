@@ -75,8 +75,12 @@ void launch_grid(const char* op, void (*kernel)(const Launch), int threads, uint
   if (blocks > INT32_MAX)
     throw std::runtime_error(std::string(op) + ": too many sequences and heads for one launch");
   Launch params{};
-  static_cast<AttentionLaunch&>(params) = {run.args, run.first, tiles,
-                                           run.args.heads / run.args.kv_heads};
+  static_cast<AttentionLaunch&>(params) = {run.args,
+                                           run.first,
+                                           tiles,
+                                           run.args.heads / run.args.kv_heads,
+                                           run.args.scale * kLog2e,
+                                           keep_scale(run.args.keep_threshold)};
   if constexpr (kHasBias<Launch>) {
     params.bias = run.bias;
     params.first_column = run.first_column;

@@ -19,7 +19,8 @@ struct PositionSpan {
 };
 
 class QueryWindows {
-  const int32_t* given_;  // of the sequence's queries; null: they are the last keys
+  const int32_t* given_;  // of all queries; null: a sequence's are its last keys
+  uint32_t q_begin_;
   int64_t left_, right_;
   int q_len_, k_len_;
 
@@ -35,7 +36,8 @@ class QueryWindows {
 
  public:
   BU_DEVICE QueryWindows(const cuda::AttentionCudaParams& a, const AttentionBlock& block)
-      : given_(a.query_positions == nullptr ? nullptr : a.query_positions + block.q_begin),
+      : given_(a.query_positions),
+        q_begin_(block.q_begin),
         left_(a.window.left),
         right_(a.window.right),
         q_len_(block.q_len),
@@ -47,7 +49,8 @@ class QueryWindows {
   // Rows beyond the last query count as the last one.
   BU_DEVICE int position(int row) const {
     const int there = row < q_len_ ? row : q_len_ - 1;
-    return given_ == nullptr ? k_len_ - q_len_ + there : load_global<int32_t>(given_ + there);
+    return given_ == nullptr ? k_len_ - q_len_ + there
+                             : load_global<int32_t>(given_ + q_begin_ + there);
   }
 
   // Of the queries `first` .. `first` + kRows - 1; kRows is 16 or a multiple of 32. All lanes of a

@@ -289,7 +289,7 @@ struct QueryBiasSums {
                           uint32_t) {}
   BU_DEVICE void zero() const {}
   BU_DEVICE void put(const float (&)[kColumns / 8][4]) const {}
-  BU_DEVICE void add_up(int, RowRange, float = 1.0f) const {}
+  BU_DEVICE void add_up(int, RowRange, float) const {}
 };
 
 template <class T, int kColumns>
@@ -305,7 +305,7 @@ struct QueryBiasSums<T, true, kColumns> : BiasSums<kColumns> {
         start(bias.start(windows, first_row + static_cast<int>(threadIdx.x % 32))) {}
 
   // Of kColumns keys from `first_key` on.
-  BU_DEVICE void add_up(int first_key, RowRange seen, float factor = 1.0f) const {
+  BU_DEVICE void add_up(int first_key, RowRange seen, float factor) const {
     BiasSums<kColumns>::add_up(first_key, seen, factor,
                                [&](int key) { return bias.bucket(start, key); });
   }
@@ -330,7 +330,7 @@ struct KeyBias {
   BU_DEVICE void add(float (&)[kTiles][4], int, float) const {}
   BU_DEVICE void zero() const {}
   BU_DEVICE void put(const float (&)[kColumns / 8][4]) const {}
-  BU_DEVICE void add_up(int, RowRange, float = 1.0f) const {}
+  BU_DEVICE void add_up(int, RowRange, float) const {}
 };
 
 template <class T, class Starts, int kColumns>
@@ -361,7 +361,7 @@ struct KeyBias<T, true, Starts, kColumns> : BiasSums<kColumns> {
   }
 
   // Of kColumns queries from `first_query` on.
-  BU_DEVICE void add_up(int first_query, RowRange seen, float factor = 1.0f) const {
+  BU_DEVICE void add_up(int first_query, RowRange seen, float factor) const {
     BiasSums<kColumns>::add_up(first_query, seen, factor, [&](int query) {
       return bias.bucket(starts(bias, query), first + static_cast<int>(threadIdx.x % 32));
     });

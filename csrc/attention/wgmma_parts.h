@@ -50,15 +50,17 @@ BU_DEVICE void multiply_heads(float (&sums)[8][4], HeadOperand a, HeadOperand b)
   for (int d = 0; d < kSteps; ++d) wgmma<T, false, false>(sums, a.columns(d), b.columns(d), d > 0);
 }
 
-// sums += a b, where the 64 columns of a are the rows of b.
+// sums += a b, where the 16 columns of a are rows 16 * step .. + 15 of b, and for all 64 of them.
+template <class T, int kParts>
+BU_DEVICE void add_rows(float (&sums)[kParts][8][4], const uint32_t (&a)[4], HeadOperand b,
+                        int step) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) wgmma<T, true>(sums[part], a, b.rows(step, part), true);
+}
 template <class T, int kParts>
 BU_DEVICE void add_rows(float (&sums)[kParts][8][4], const uint32_t (&a)[4][4], HeadOperand b) {
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      wgmma<T, true>(sums[part], a[step], b.rows(step, part), true);
-  }
+  for (int step = 0; step < 4; ++step) add_rows<T>(sums, a[step], b, step);
 }
 
 // Writes sums as rows, as store_rows() does.

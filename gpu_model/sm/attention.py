@@ -48,6 +48,7 @@ class _Launch(ctypes.Structure):
         *((n, _Packed) for n in ("q", "k", "v", "out", "dout", "out_w", "dq", "dk", "dv")),
         *((n, ctypes.c_void_p) for n in ("lse", "delta", "dq_sums")),
         *((n, ctypes.c_int) for n in ("first", "tiles", "group")),
+        *((n, ctypes.c_float) for n in ("unit", "keep")),
     )
 
 
@@ -196,6 +197,7 @@ def _parameters(
         ),
         *(packed(9, 1), packed(10, 3), packed(11, 3), packed(12, 3), address(13), address(14)),
         *(address(15), first, tiles, 1),
+        *(math.log2(math.e) / math.sqrt(d), 65536 / keep if keep else 0.0),
     )
     regions = {cu: batch.cu_seqlens}
     if batch.order:

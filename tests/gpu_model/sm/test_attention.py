@@ -29,7 +29,7 @@ def test_choices_and_layout_are_those_of_the_sources():
     from tests.support import model_attention
 
     params = model_attention.Args.buckets.offset  # what comes then is a bias's
-    assert params + 16 == PARAMETERS  # and three ints, aligned
+    assert params + 24 == PARAMETERS  # and three ints, two floats, aligned
     bias = ctypes.sizeof(model_attention.Args) - params
     assert ctypes.sizeof(attention._BiasLaunch) == PARAMETERS + bias + 8  # and an int, aligned
     for known, shared in itertools.product(ARCHITECTURES.values(), SHARED_BYTES.values()):
