@@ -163,10 +163,11 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
     wgmma_fence_operand(keys.dk);
     wgmma_fence_operand(keys.dv);
   };
+  for (int head = block.head; kBias && head < block.head + p.group; ++head)
+    Bias(p, block, {}, head, keys.first, Shared::kBytes).zero();
   int count = 0;  // of query tiles so far, over all heads
   for (int of_group = 0; first_tile < query_tiles && of_group < p.group;
        ++of_group, ++dropout.stream) {
-    Bias(p, block, {}, block.head + of_group, keys.first, Shared::kBytes).zero();
     int tile = first_tile, next = 0;
     do {
       next = needed(tile + 1);
