@@ -163,11 +163,12 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
     wgmma_fence_operand(keys.dk);
     wgmma_fence_operand(keys.dv);
   };
-  for (int head = block.head; kBias && head < block.head + p.group; ++head)
+  const int heads_end = block.head + p.group;
+  for (int head = block.head; kBias && head < heads_end; ++head)
     Bias(p, block, {}, head, keys.first, Shared::kBytes).zero();
   int count = 0;  // of query tiles so far, over all heads
-  for (int of_group = 0; first_tile < query_tiles && of_group < p.group;
-       ++of_group, ++dropout.stream) {
+  for (int head = block.head; first_tile < query_tiles && head < heads_end;
+       ++head, ++dropout.stream) {
     int tile = first_tile, next = 0;
     do {
       next = needed(tile + 1);
@@ -175,10 +176,9 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
       fence_shared();
       sync_block();  // the tile is there for all, and all are done with the one that is replaced
       const bool same_head = next < query_tiles;
-      const bool more = same_head || of_group + 1 < p.group;
-      const auto head = [&] { return block.head + of_group; };
+      const bool more = same_head || head + 1 < heads_end;
       if (more) {
-        const int next_head = same_head ? head() : head() + 1;
+        const int next_head = same_head ? head : head + 1;
         const int next_tile = same_head ? next : first_tile;
         copy_queries(next_head, next_tile, count + 1);
         values.start(next_head, next_tile, count + 1);
@@ -189,7 +189,7 @@ attention_backward_keys_wgmma_kernel(BU_PARAMS Launch p) {
       const bool hides = windows.bounded() && !windows.keys_of_all(span).holds(first_key, last_key);
       const uint32_t at = base + Shared::stage(count), known = Shared::values(count);
       AttentionBlock here = block;
-      here.head = head();
+      here.head = head;
       if constexpr (kBias)
         here =
             again(here, &AttentionBlock::head, &AttentionBlock::q_begin, &AttentionBlock::k_begin);
